@@ -1,0 +1,1 @@
+"""The mathematics of the transformer, and nothing else."""

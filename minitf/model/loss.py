@@ -1,0 +1,51 @@
+"""The next-token loss as sums over tokens, in chunks of the sequence so that whole logits need never exist."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from minitf.model.transformer import ModelConfig, head_logits, head_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    z_loss: float | None = None  # weight of the mean squared log-partition (PaLM, arXiv:2204.02311); None: not formed
+    chunk: int | None = 512  # positions whose logits exist at once; None: all
+
+
+def token_sums(w_DV: jax.Array, x: jax.Array, targets: jax.Array, weights: jax.Array, cap: float | None) -> dict[str, jax.Array]:
+    """Weighted sums over positions, float32 scalars: `loss` (nats) and `z_loss` (squared log-partition)."""
+    logits = head_logits(w_DV, x, cap)
+    log_partition = jax.nn.logsumexp(logits, axis=-1)
+    # Comparing with every class partitions over a sharded vocabulary, where a gather would collect the logits.
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    losses = log_partition - jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    return {"loss": jnp.sum(losses * weights), "z_loss": jnp.sum(log_partition**2 * weights)}
+
+
+def loss_sums(params: Any, x_BSD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, cfg: ModelConfig, chunk: int | None) -> dict[str, jax.Array]:
+    """`token_sums` over all positions, at most `chunk` of the sequence at a time; the backward pass forms each chunk's
+    logits again."""
+    w_DV = head_weight(params, cfg)
+    B, S, D = x_BSD.shape
+    if chunk is None or chunk >= S:
+        return token_sums(w_DV, x_BSD, targets_BS, weights_BS, cfg.logit_softcap)
+    whole, rest = divmod(S, chunk)
+    one = jax.checkpoint(lambda *xs: token_sums(w_DV, *xs, cfg.logit_softcap), prevent_cse=False)
+
+    def chunks(a: jax.Array) -> jax.Array:
+        return a[:, : whole * chunk].reshape(B, whole, chunk, *a.shape[2:]).swapaxes(0, 1)
+
+    zero = {"loss": jnp.float32(0), "z_loss": jnp.float32(0)}
+    parts = (x_BSD, targets_BS, weights_BS)
+    sums, _ = jax.lax.scan(lambda total, xs: (jax.tree.map(jnp.add, total, one(*xs)), None), zero, tuple(map(chunks, parts)))
+    if rest:
+        sums = jax.tree.map(jnp.add, sums, one(*(a[:, whole * chunk :] for a in parts)))
+    return sums
+
+
+def mean(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """total / weight, and 0 where nothing counts."""
+    return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)

@@ -1,0 +1,73 @@
+"""The feed-forward layers: two plain products with an activation between, or a gated pair."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from minitf.model.attention import Layer
+from minitf.model.ops import linear
+from minitf.params import Param
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpConfig:
+    kind: str = "gelu"  # see MLP
+    hidden: int | None = None  # width inside; None: 4 x model.dim
+    bias: bool = False
+
+
+def width(cfg: MlpConfig, dim: int) -> int:
+    return cfg.hidden or 4 * dim
+
+
+def up_down_params(cfg: MlpConfig, dim: int) -> dict[str, Param]:
+    F = width(cfg, dim)
+    specs = dict(
+        up=Param((dim, F), ("embed", "mlp"), "matrix", inputs=1),
+        down=Param((F, dim), ("mlp", "embed"), "matrix", inputs=1),
+    )
+    if cfg.bias:
+        specs["up_bias"] = Param((F,), ("mlp",), "bias")
+        specs["down_bias"] = Param((dim,), ("norm",), "bias")
+    return specs
+
+
+def gated_params(cfg: MlpConfig, dim: int) -> dict[str, Param]:
+    F = width(cfg, dim)
+    specs = dict(gate=Param((dim, F), ("embed", "mlp"), "matrix", inputs=1), **up_down_params(cfg, dim))
+    if cfg.bias:
+        specs["gate_bias"] = Param((F,), ("mlp",), "bias")
+    return specs
+
+
+def product(params: Any, name: str, x: jax.Array) -> jax.Array:
+    return linear(x, params[name], params.get(f"{name}_bias"))
+
+
+def up_down(params: Any, x: jax.Array, cfg: MlpConfig, *, activation: Callable) -> jax.Array:
+    return product(params, "down", activation(product(params, "up", x)))
+
+
+def gated(params: Any, x: jax.Array, cfg: MlpConfig, *, activation: Callable) -> jax.Array:
+    """down(activation(gate x) * up x): GLU variants, arXiv:2002.05202."""
+    return product(params, "down", activation(product(params, "gate", x)) * product(params, "up", x))
+
+
+def relu_squared(x: jax.Array) -> jax.Array:
+    """max(x, 0)^2: Primer, arXiv:2109.08668."""
+    return jax.nn.relu(x) ** 2
+
+
+gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
+gelu_erf = functools.partial(jax.nn.gelu, approximate=False)
+
+MLP = {
+    "gelu": Layer(up_down_params, functools.partial(up_down, activation=gelu_tanh)),
+    "gelu_erf": Layer(up_down_params, functools.partial(up_down, activation=gelu_erf)),
+    "relu_squared": Layer(up_down_params, functools.partial(up_down, activation=relu_squared)),
+    "swiglu": Layer(gated_params, functools.partial(gated, activation=jax.nn.silu)),
+    "geglu": Layer(gated_params, functools.partial(gated, activation=gelu_tanh)),
+}

@@ -1,0 +1,161 @@
+"""The oracle: the tutorial's model kept executable, with one plain branch for every option of the real one.
+
+float32, explicit [B, H, S, T] scores, a Python loop over layers; no scan, cache, mesh or helper shared with the code that is
+held against it. It reads the same parameter tree and the same settings, and nothing else is common.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+def linear(w, x):
+    return x @ w
+
+
+def rms_norm(scale, x, eps):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps) * scale
+
+
+def layer_norm(scale, bias, x, eps):
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps) * scale + bias
+
+
+def norm(params, x, cfg):
+    if cfg.norm == "rms_norm":
+        return rms_norm(params["scale"], x, cfg.norm_eps)
+    if cfg.norm == "layer_norm":
+        return layer_norm(params["scale"], params["bias"], x, cfg.norm_eps)
+    if cfg.norm == "layer_norm_no_bias":
+        return layer_norm(params["scale"], 0.0, x, cfg.norm_eps)
+    raise AssertionError(cfg.norm)
+
+
+def rotate_half_split(x, positions, base):
+    """x [B, H, S, K]; pairs (i, i + K/2) turn by position * base^(-2i/K)."""
+    K = x.shape[-1]
+    columns = []
+    for i in range(K // 2):
+        angle = positions[:, None, :] * base ** (-2 * i / K)
+        a, b = x[..., i], x[..., i + K // 2]
+        columns.append((a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)))
+    return jnp.stack([c[0] for c in columns] + [c[1] for c in columns], axis=-1)
+
+
+def causal_self_attention(params, x, cfg, kind, positions, segments):
+    B, T, D = x.shape
+    a = cfg.attention
+    H = a.num_heads
+    G = a.num_kv_heads if a.num_kv_heads is not None else H
+    K = a.head_dim if a.head_dim is not None else D // H
+
+    q = linear(params["q"].reshape(D, H * K), x)
+    k = linear(params["k"].reshape(D, G * K), x)
+    v = linear(params["v"].reshape(D, G * K), x)
+    if a.bias != "none":
+        q = q + params["q_bias"].reshape(-1)
+        k = k + params["k_bias"].reshape(-1)
+        v = v + params["v_bias"].reshape(-1)
+
+    def split_heads(t, heads):
+        return t.reshape(B, T, heads, K).transpose(0, 2, 1, 3)
+
+    q, k, v = split_heads(q, H), split_heads(k, G), split_heads(v, G)
+    if a.qk_norm:
+        q = rms_norm(params["q_norm"], q, 1e-6)
+        k = rms_norm(params["k_norm"], k, 1e-6)
+    if cfg.positions == "rope":
+        q = rotate_half_split(q, positions, a.rope_base)
+        k = rotate_half_split(k, positions, a.rope_base)
+
+    # Query head h reads key/value head h // (H / G).
+    k = jnp.stack([k[:, h // (H // G)] for h in range(H)], axis=1)
+    v = jnp.stack([v[:, h // (H // G)] for h in range(H)], axis=1)
+
+    scores = (q @ k.swapaxes(-1, -2)) / math.sqrt(K)
+    if a.softcap is not None:
+        scores = a.softcap * jnp.tanh(scores / a.softcap)
+    mask = jnp.tril(jnp.ones((T, T), dtype=bool))
+    if kind == "sliding":
+        mask = mask & ~jnp.tril(jnp.ones((T, T), dtype=bool), -a.window)
+    mask = mask[None, None]
+    if segments is not None:
+        mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+
+    context = (weights @ v).transpose(0, 2, 1, 3).reshape(B, T, H * K)
+    y = linear(params["o"].reshape(H * K, D), context)
+    return y + params["o_bias"] if a.bias == "qkvo" else y
+
+
+def mlp(params, x, cfg):
+    def product(name, x):
+        y = linear(params[name], x)
+        return y + params[name + "_bias"] if cfg.mlp.bias else y
+
+    kind = cfg.mlp.kind
+    h = product("up", x)
+    if kind == "gelu":
+        h = 0.5 * h * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+    elif kind == "gelu_erf":
+        h = 0.5 * h * (1 + jax.lax.erf(h / math.sqrt(2)))
+    elif kind == "relu_squared":
+        h = jnp.where(h > 0, h, 0) ** 2
+    elif kind == "swiglu":
+        g = product("gate", x)
+        h = g / (1 + jnp.exp(-g)) * h
+    elif kind == "geglu":
+        g = product("gate", x)
+        h = 0.5 * g * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))) * h
+    else:
+        raise AssertionError(kind)
+    return product("down", h)
+
+
+def block(params, x, cfg, kind, positions, segments):
+    x = x + causal_self_attention(params["attention"], norm(params["attention_norm"], x, cfg), cfg, kind, positions, segments)
+    return x + mlp(params["mlp"], norm(params["mlp_norm"], x, cfg), cfg)
+
+
+def model(params, token_ids, cfg, positions=None, segments=None):
+    """float32 logits [B, T, V]."""
+    B, T = token_ids.shape
+    if positions is None:
+        positions = jnp.stack([jnp.arange(T)] * B)
+    x = params["embedding"][token_ids]
+    if cfg.positions == "learned":
+        x = x + params["position_embedding"][positions]
+
+    period = cfg.pattern if cfg.pattern is not None else (cfg.attention.kind,)
+    for i in range(cfg.num_layers):
+        place = i % len(period)
+        layer_params = jax.tree.map(lambda a, n=i // len(period): a[n], params["blocks"][place])
+        x = block(layer_params, x, cfg, period[place], positions, segments)
+
+    x = norm(params["final_norm"], x, cfg)
+    logits = linear(params["embedding"].T if cfg.tie_embeddings else params["head"], x)
+    return logits if cfg.logit_softcap is None else cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
+
+
+def cross_entropy(logits, targets, weights):
+    """Sum of weighted losses over sum of weights."""
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+    return -(chosen * weights).sum() / weights.sum()
+
+
+def loss_fn(params, batch, cfg, z_loss=None):
+    logits = model(params, batch["inputs"], cfg, batch.get("positions"), batch.get("segments"))
+    loss = cross_entropy(logits, batch["targets"], batch["weights"])
+    if z_loss is not None:
+        log_partition = jnp.log(jnp.exp(logits).sum(-1))
+        loss = loss + z_loss * (log_partition**2 * batch["weights"]).sum() / batch["weights"].sum()
+    return loss
+
+
+def sgd_step(params, batch, cfg, learning_rate, z_loss=None):
+    """(parameters after one step of plain SGD, loss before it, gradients)."""
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch, cfg, z_loss)
+    return jax.tree.map(lambda p, g: p - learning_rate * g, params, grads), loss, grads

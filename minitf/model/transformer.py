@@ -1,0 +1,256 @@
+"""The decoder-only transformer: embedding, scanned blocks, final norm, head."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from minitf.model.attention import ATTENTION, AttentionConfig, Context, Layer, sizes
+from minitf.model.mlp import MLP, MlpConfig
+from minitf.model.ops import dropout, layer_norm, matmul, rms_norm, rope_table, softcap
+from minitf.params import Param, stacked, with_inits
+from minitf.sharding import gather, pin
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    num_layers: int = 4
+    dim: int = 256  # model width
+    vocab_size: int | None = None  # rows of the embedding; None: the tokenizer's size
+    max_seq_len: int | None = None  # positions that the model can tell apart; None: seq_len
+    dtype: str = "float32"  # of products and activations: "float32", "bfloat16" or "float16"; masters stay float32
+    positions: str = "rope"  # see POSITIONS
+    norm: str = "rms_norm"  # see NORMS
+    norm_eps: float = 1e-6  # added to the variance
+    tie_embeddings: bool = False  # the head is the embedding, transposed
+    logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    dropout: float = 0.0  # rate after the embedding, in attention weights, before each residual addition
+    init: str = "fixed"  # see params.SCHEMES
+    pattern: tuple[str, ...] | None = None  # attention kinds of one period of layers; None: attention.kind everywhere
+    remat: str = "none"  # what the backward pass recomputes: see REMAT
+    unroll: int = 1  # periods of layers in one iteration of the scan
+    attention: AttentionConfig = AttentionConfig()
+    mlp: MlpConfig = MlpConfig()
+
+
+# ---- norms
+
+
+class Norm(NamedTuple):
+    params: Callable  # (dim) -> declarations
+    apply: Callable  # (params, x, eps) -> x
+
+
+def scale_params(dim: int) -> dict[str, Param]:
+    return dict(scale=Param((dim,), ("norm",), "scale"))
+
+
+def scale_bias_params(dim: int) -> dict[str, Param]:
+    return dict(scale_params(dim), bias=Param((dim,), ("norm",), "bias"))
+
+
+NORMS = {
+    "rms_norm": Norm(scale_params, lambda p, x, eps: rms_norm(p["scale"], x, eps)),
+    "layer_norm": Norm(scale_bias_params, lambda p, x, eps: layer_norm(p["scale"], p["bias"], x, eps)),
+    "layer_norm_no_bias": Norm(scale_params, lambda p, x, eps: layer_norm(p["scale"], None, x, eps)),
+}
+
+
+# ---- positions: a table added to the embedding, or a rotation inside attention
+
+
+def position_params(cfg: ModelConfig) -> dict[str, Param]:
+    return dict(position_embedding=Param((cfg.max_seq_len, cfg.dim), ("positions", "embed"), "embedding"))
+
+
+def no_params(cfg: ModelConfig) -> dict[str, Param]:
+    return {}
+
+
+class Positions(NamedTuple):
+    params: Callable  # (cfg) -> declarations beside the token embedding
+    rope: bool  # whether queries and keys rotate
+    reads: tuple[str, ...] = ()  # settings of AttentionConfig that it alone reads
+
+
+POSITIONS = {
+    "learned": Positions(position_params, rope=False),
+    "rope": Positions(no_params, rope=True, reads=("rope_base",)),
+    "none": Positions(no_params, rope=False),
+}
+
+
+# ---- rematerialisation: which activations of a block are kept for the backward pass
+
+policies = jax.checkpoint_policies
+REMAT: dict[str, Callable | None] = {
+    "none": None,  # keep all
+    "full": policies.nothing_saveable,  # keep the block's input only
+    "dots": policies.dots_with_no_batch_dims_saveable,  # keep the results of products with weights
+    "minimal": policies.save_only_these_names("attention_out", "mlp_out"),  # keep what the block adds to the residual
+}
+
+
+def rematerialised(f: Callable, remat: str) -> Callable:
+    # Inside a scan nothing can be merged across iterations, so the guard against that only costs.
+    return f if REMAT[remat] is None else jax.checkpoint(f, policy=REMAT[remat], prevent_cse=False)
+
+
+# ---- declarations
+
+
+def pattern(cfg: ModelConfig) -> tuple[str, ...]:
+    """The attention kinds of one period."""
+    return cfg.pattern or (cfg.attention.kind,)
+
+
+def layers_at(cfg: ModelConfig, place: int) -> int:
+    """How many layers stand at this place of the period."""
+    period = len(pattern(cfg))
+    return (cfg.num_layers - place + period - 1) // period
+
+
+def block_params(cfg: ModelConfig, kind: str) -> dict[str, Any]:
+    norm = NORMS[cfg.norm].params
+    return dict(
+        attention_norm=norm(cfg.dim),
+        attention=ATTENTION[kind].params(cfg.attention, cfg.dim),
+        mlp_norm=norm(cfg.dim),
+        mlp=MLP[cfg.mlp.kind].params(cfg.mlp, cfg.dim),
+    )
+
+
+def model_params(cfg: ModelConfig) -> dict[str, Any]:
+    """Declarations of the whole model; `blocks` holds one stack for each place of the pattern."""
+    specs = dict(
+        embedding=Param((cfg.vocab_size, cfg.dim), ("vocab", "embed"), "embedding"),
+        **POSITIONS[cfg.positions].params(cfg),
+        blocks=tuple(stacked(block_params(cfg, kind), layers_at(cfg, i)) for i, kind in enumerate(pattern(cfg)) if layers_at(cfg, i)),
+        final_norm=NORMS[cfg.norm].params(cfg.dim),
+    )
+    if not cfg.tie_embeddings:
+        specs["head"] = Param((cfg.dim, cfg.vocab_size), ("embed", "vocab"), "head", inputs=1)
+    return with_inits(specs, cfg.init, cfg.num_layers)
+
+
+def flops_per_token(cfg: ModelConfig, specs: Any, seq_len: int, *, causal: bool = False) -> float:
+    """FLOPs of forward and backward for one token: 6 x (matrix and head elements; a tied head once) + 12 x H x K x S for
+    each layer's attention over the full square of S keys, as the field counts (PaLM, arXiv:2204.02311, appendix B); a window
+    takes min(S, window). `causal`: only the keys that are seen."""
+    weights = sum(p.size for p in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Param)) if p.kind in ("matrix", "head"))
+    if cfg.tie_embeddings:
+        weights += cfg.vocab_size * cfg.dim
+    H, _, K = sizes(cfg.attention, cfg.dim)
+
+    def keys(kind: str) -> float:
+        w = min(seq_len, cfg.attention.window) if kind == "sliding" else seq_len
+        return w - w * (w - 1) / (2 * seq_len) if causal else w
+
+    attention = sum(12 * H * K * keys(kind) * layers_at(cfg, i) for i, kind in enumerate(pattern(cfg)))
+    return 6 * weights + attention
+
+
+# ---- functions
+
+EMBEDDING, ATTENTION_WEIGHTS, ATTENTION_OUT, MLP_OUT = range(4)  # sites of dropout, folded into its keys
+
+
+def fold(keys_B: jax.Array | None, data: Any) -> jax.Array | None:
+    return None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, data)
+
+
+def drop(x: jax.Array, keys_B: jax.Array | None, site: int, rate: float) -> jax.Array:
+    return x if keys_B is None or not rate else dropout(fold(keys_B, site), x, rate)
+
+
+def block(params: Any, x: jax.Array, cfg: ModelConfig, attend: Layer, ctx: Context) -> jax.Array:
+    """x + attention(norm(x)), then x + mlp(norm(x)). [B, S, D] -> [B, S, D]."""
+    norm = functools.partial(NORMS[cfg.norm].apply, eps=cfg.norm_eps)
+    keys = ctx.dropout_keys_B
+    inner = ctx._replace(dropout_keys_B=fold(keys, ATTENTION_WEIGHTS))
+    y = attend.apply(params["attention"], norm(params["attention_norm"], x), cfg.attention, inner)
+    x = x + drop(checkpoint_name(y, "attention_out"), keys, ATTENTION_OUT, cfg.dropout)
+    y = MLP[cfg.mlp.kind].apply(params["mlp"], norm(params["mlp_norm"], x), cfg.mlp)
+    return x + drop(checkpoint_name(y, "mlp_out"), keys, MLP_OUT, cfg.dropout)
+
+
+def embed(params: Any, tokens_BS: jax.Array, positions_BS: jax.Array, cfg: ModelConfig) -> jax.Array:
+    names = [n for n in ("embedding", "position_embedding") if n in params]
+    tables = gather({n: params[n] for n in names}, {n: model_params(cfg)[n] for n in names}, cfg.dtype)
+    x = tables["embedding"][tokens_BS]
+    return x + tables["position_embedding"][positions_BS] if "position_embedding" in tables else x
+
+
+def hidden(
+    params: Any,
+    tokens_BS: jax.Array,
+    cfg: ModelConfig,
+    *,
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    dropout_keys: jax.Array | None = None,
+) -> jax.Array:
+    """The final-normed activations [B, S, D] in cfg.dtype, from which `logits` or the loss go on.
+
+    positions: [B, S], 0, 1, 2, ... if None; segments: [B, S], documents that do not see each other; dropout_keys: [B], one
+    key a row (already folded with seed, step and row); None: no dropout.
+    """
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
+    head_dim = sizes(cfg.attention, cfg.dim)[2]
+    rope = rope_table(positions, head_dim, cfg.attention.rope_base) if POSITIONS[cfg.positions].rope else None
+
+    x = embed(params, tokens_BS, positions, cfg)
+    x = pin(drop(x, fold(dropout_keys, cfg.num_layers), EMBEDDING, cfg.dropout))
+
+    kinds = pattern(cfg)
+    specs = [block_params(cfg, kind) for kind in kinds]
+
+    def layer(place: int, x: jax.Array, period: jax.Array, layer_params: Any) -> jax.Array:
+        layer_params = gather(layer_params, specs[place], cfg.dtype)
+        keys = fold(dropout_keys, period * len(kinds) + place)
+        return pin(block(layer_params, x, cfg, ATTENTION[kinds[place]], Context(rope, segments, keys, cfg.dropout)))
+
+    layers = [rematerialised(functools.partial(layer, place), cfg.remat) for place in range(len(kinds))]
+
+    def body(x: jax.Array, scanned: tuple[jax.Array, tuple]) -> tuple[jax.Array, None]:
+        period, places = scanned
+        for place, layer_params in enumerate(places):
+            x = layers[place](x, period, layer_params)
+        return x, None
+
+    # Whole periods first; the layers left over are one shorter period.
+    whole, rest = divmod(cfg.num_layers, len(kinds))
+    blocks = params["blocks"]
+    if whole:
+        stacks = blocks if not rest else jax.tree.map(lambda a: a[:whole], blocks)
+        x, _ = jax.lax.scan(body, x, (jnp.arange(whole), stacks), unroll=min(cfg.unroll, whole))
+    if rest:
+        x, _ = body(x, (jnp.int32(whole), jax.tree.map(lambda a: a[whole], blocks[:rest])))
+    return NORMS[cfg.norm].apply(params["final_norm"], x, cfg.norm_eps)
+
+
+def head_weight(params: Any, cfg: ModelConfig) -> jax.Array:
+    """The head [D, V] in cfg.dtype, whole along fsdp: the transposed embedding where tied."""
+    name = "embedding" if cfg.tie_embeddings else "head"
+    w = gather(params[name], model_params(cfg)[name], cfg.dtype)
+    return w.T if cfg.tie_embeddings else w
+
+
+def head_logits(w_DV: jax.Array, x: jax.Array, cap: float | None) -> jax.Array:
+    """float32 [..., V]: products of the compute dtype summed and capped in float32."""
+    return softcap(matmul(x, w_DV, preferred_element_type=jnp.float32), cap)
+
+
+def logits(params: Any, x_BSD: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """float32 logits [B, S, V] of what `hidden` returned."""
+    return head_logits(head_weight(params, cfg), x_BSD, cfg.logit_softcap)
+
+
+def model(params: Any, tokens_BS: jax.Array, cfg: ModelConfig, **kwargs: Any) -> jax.Array:
+    """float32 logits [B, S, V]; keywords as in `hidden`."""
+    return logits(params, hidden(params, tokens_BS, cfg, **kwargs), cfg)

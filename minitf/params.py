@@ -1,0 +1,186 @@
+"""One declaration per array; counts, initial values and abstract trees are functions of the declarations.
+
+Parameters are nested dicts (and tuples) of arrays. A second tree of the same structure has a `Param` at every leaf.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # (key, shape, dtype) -> array
+
+KINDS = ("matrix", "embedding", "head", "scale", "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One array: everything about it that is not its value.
+
+    shape:   of one layer, without the stack.
+    axes:    a logical name for each dimension of `shape`; `sharding.RULES` maps them to mesh axes.
+    kind:    one of KINDS; weight decay, Muon, FLOPs and the default initial scale follow from it.
+    inputs:  how many leading dimensions of `shape` are contracted with the activation.
+    init:    (key, shape, dtype) -> array; None: what the model's scheme gives this kind.
+    dtype:   of the master weight; the compute dtype is `ModelConfig.dtype`.
+    stack:   leading dimensions for layers: not part of fan-in, decay, Muon, factored moments or a per-array norm.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    kind: str
+    inputs: int = 0
+    init: Init | None = None
+    dtype: str = "float32"
+    stack: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        assert self.kind in KINDS, f"unknown kind {self.kind!r}; known: {', '.join(KINDS)}"
+        assert len(self.shape) == len(self.axes), f"{len(self.shape)} sizes {self.shape} but {len(self.axes)} axis names {self.axes}"
+        assert 0 <= self.inputs < max(len(self.shape), 1), f"{self.inputs} inputs of {len(self.shape)} dimensions"
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return self.stack + self.shape
+
+    @property
+    def full_axes(self) -> tuple[str, ...]:
+        return ("layers",) * len(self.stack) + self.axes
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.full_shape)
+
+    @property
+    def fan_in(self) -> int:
+        return math.prod(self.shape[: self.inputs])
+
+    @property
+    def writes_residual(self) -> bool:
+        """Whether this is a matrix whose output is added to the residual stream."""
+        return self.kind == "matrix" and self.axes[self.inputs :] == ("embed",)
+
+
+def is_param(x: Any) -> bool:
+    return isinstance(x, Param)
+
+
+def tree_map(f: Callable, specs: Any, *rest: Any) -> Any:
+    """`jax.tree.map` over a tree of declarations and trees of the same structure."""
+    return jax.tree.map(f, specs, *rest, is_leaf=is_param)
+
+
+def path_name(path: tuple) -> str:
+    """The key path of a leaf as it appears in checkpoints, logs and errors: `blocks/0/attention/q`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named(specs: Any) -> Iterator[tuple[str, Any]]:
+    """(name, leaf) of every leaf of a tree of declarations or arrays."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_param):
+        yield path_name(path), leaf
+
+
+def named_map(f: Callable, specs: Any, *rest: Any) -> Any:
+    """Like `tree_map`, and `f` gets the leaf's name first."""
+    return jax.tree_util.tree_map_with_path(lambda path, *xs: f(path_name(path), *xs), specs, *rest, is_leaf=is_param)
+
+
+def stacked(specs: Any, layers: int) -> Any:
+    """The declarations of `layers` copies along a new leading dimension."""
+    return tree_map(lambda p: dataclasses.replace(p, stack=(layers, *p.stack)), specs)
+
+
+def unstacked(stack: Any) -> list[Any]:
+    """The layers of a tree of stacked arrays or stacked declarations, as a list of trees."""
+    leaves = jax.tree.leaves(stack, is_leaf=is_param)
+    n = leaves[0].full_shape[0] if is_param(leaves[0]) else leaves[0].shape[0]
+
+    def one(leaf, i):
+        return dataclasses.replace(leaf, stack=leaf.stack[1:]) if is_param(leaf) else leaf[i]
+
+    return [jax.tree.map(lambda leaf, i=i: one(leaf, i), stack, is_leaf=is_param) for i in range(n)]
+
+
+def count(specs: Any) -> dict[str, int]:
+    """Numbers of parameters: `total`, `embedding` (token and position tables; a tied head is one of them), `non_embedding`."""
+    sizes = [(p.kind == "embedding", p.size) for _, p in named(specs)]
+    embedding = sum(n for is_embedding, n in sizes if is_embedding)
+    total = sum(n for _, n in sizes)
+    return {"total": total, "embedding": embedding, "non_embedding": total - embedding}
+
+
+def abstract(specs: Any, shardings: Any = None) -> Any:
+    """The parameters as `jax.ShapeDtypeStruct`s, with shardings where given."""
+    if shardings is None:
+        return tree_map(lambda p: jax.ShapeDtypeStruct(p.full_shape, p.dtype), specs)
+    return tree_map(lambda p, s: jax.ShapeDtypeStruct(p.full_shape, p.dtype, sharding=s), specs, shardings)
+
+
+# ---- initial values
+
+
+def ones(key, shape, dtype):
+    return jnp.ones(shape, dtype)
+
+
+def zeros(key, shape, dtype):
+    return jnp.zeros(shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """Normal distribution with mean 0 and standard deviation `std`."""
+
+    std: float
+
+    def __call__(self, key, shape, dtype):
+        return self.std * jax.random.normal(key, shape, dtype)
+
+
+def fixed(p: Param, num_layers: int) -> float:
+    """Standard deviation 0.02 everywhere: the tutorial's."""
+    return 0.02
+
+
+def gpt2(p: Param, num_layers: int) -> float:
+    """0.02, outputs into the residual stream divided by sqrt(2 x layers): Radford et al. 2019, section 2.3."""
+    return 0.02 / math.sqrt(2 * num_layers) if p.writes_residual else 0.02
+
+
+def fan_in(p: Param, num_layers: int) -> float:
+    """1 / sqrt(inputs), which keeps the variance of activations; an embedding of width D counts as a (tied) head with D inputs."""
+    return 1 / math.sqrt(p.shape[-1] if p.kind == "embedding" else p.fan_in)
+
+
+SCHEMES = {"fixed": fixed, "gpt2": gpt2, "fan_in": fan_in}
+
+
+def with_inits(specs: Any, scheme: str, num_layers: int) -> Any:
+    """The declarations with every open `init` decided: ones for scales, zeros for biases, the scheme's normal for the rest."""
+
+    def one(p: Param) -> Param:
+        if p.init is not None:
+            return p
+        by_kind = {"scale": ones, "bias": zeros}
+        return dataclasses.replace(p, init=by_kind.get(p.kind) or Normal(SCHEMES[scheme](p, num_layers)))
+
+    return tree_map(one, specs)
+
+
+def init(specs: Any, key: jax.Array) -> Any:
+    """Initial values. Each array has its own key, made from its name and layer, so that neither another parameter nor
+    another number of layers changes it; each layer is initialised by itself, so that a stack has the scale of a layer."""
+
+    def one(name: str, p: Param) -> jax.Array:
+        base = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        f = lambda k: p.init(k, p.shape, p.dtype)  # noqa: E731
+        for n in reversed(p.stack):
+            f = lambda k, f=f, n=n: jax.vmap(lambda i: f(jax.random.fold_in(k, i)))(jnp.arange(n))  # noqa: E731
+        return f(base)
+
+    return named_map(one, specs)

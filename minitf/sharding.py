@@ -1,0 +1,135 @@
+"""The mesh, the one table from logical to mesh axes, and the two seams (`pin`, `gather`) that hold all that the model
+knows of sharding."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minitf import params as P_
+from minitf.params import Param
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = ("data", "fsdp")  # the batch is sharded over both; weights over fsdp and tensor
+
+RULES: dict[str, str | None] = {  # logical axis of a Param -> mesh axis
+    "layers": None,
+    "vocab": "tensor",
+    "positions": None,
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "norm": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    data: int = 1  # replicas of the parameters; -1: the devices that the others leave
+    fsdp: int = -1  # shards of the parameters along their width, of the batch too
+    tensor: int = 1  # shards of heads, MLP and vocabulary
+
+
+def mesh_shape(cfg: MeshConfig, devices: int) -> tuple[int, int, int]:
+    """Sizes of AXES on so many devices. Raises ValueError where they do not fit."""
+    sizes = {a: getattr(cfg, a) for a in AXES}
+    text = ", ".join(f"mesh.{a}={n}" for a, n in sizes.items())
+    rest = [a for a, n in sizes.items() if n == -1]
+    if len(rest) > 1:
+        raise ValueError(f"{text}: at most one axis may be -1 (the devices that the others leave)")
+    fixed = math.prod(n for n in sizes.values() if n != -1)
+    if rest:
+        if devices % fixed:
+            raise ValueError(f"{text}: {devices} devices are not divisible by {fixed}, the product of the given axes")
+        sizes[rest[0]] = devices // fixed
+    elif fixed != devices:
+        raise ValueError(f"{text}: the product is {fixed}, but there are {devices} devices; set one axis to -1 to fill the rest")
+    return tuple(sizes.values())
+
+
+def make_mesh(cfg: MeshConfig, devices: list | None = None) -> Mesh:
+    """The mesh over all devices (or those given), tensor innermost. Enter it with `jax.set_mesh`."""
+    devices = jax.devices() if devices is None else devices
+    shape = mesh_shape(cfg, len(devices))
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def partition(p: Param, *, gathered: bool = False) -> P:
+    """The declaration's PartitionSpec; `gathered`: as used in a product, that is without fsdp."""
+    entries = [RULES[a] for a in p.full_axes]
+    return P(*(None if gathered and m == "fsdp" else m for m in entries))
+
+
+def check_divisible(specs: Any, mesh: Mesh) -> None:
+    """Raises ValueError naming the parameter, its axis, the mesh axis and both sizes."""
+    for name, p in P_.named(specs):
+        for axis, size in zip(p.full_axes, p.full_shape, strict=True):
+            mesh_axis = RULES[axis]
+            n = 1 if mesh_axis is None else mesh.shape[mesh_axis]
+            if size % n:
+                hint = f"; model.vocab_size={-(-size // n) * n} would be" if axis == "vocab" else ""
+                raise ValueError(f"{name}: axis {axis!r} has size {size}, not divisible by mesh axis {mesh_axis!r} of size {n}{hint}")
+
+
+def shardings(specs: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for every declaration. Raises ValueError for a size that the mesh does not divide."""
+    check_divisible(specs, mesh)
+    return P_.tree_map(lambda p: NamedSharding(mesh, partition(p)), specs)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over data and fsdp; every process of a tensor axis holds the same rows."""
+    return NamedSharding(mesh, P(BATCH))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[a] for a in BATCH)
+
+
+def constrain(x: jax.Array, spec: P) -> jax.Array:
+    """`with_sharding_constraint`; without a mesh (unit tests, one device) the identity."""
+    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, spec)
+
+
+def pin(x: jax.Array) -> jax.Array:
+    """Keeps activations [B, ...] sharded by rows: stands at block borders."""
+    return constrain(x, P(BATCH, *(None,) * (x.ndim - 1)))
+
+
+def gather(layer_params: Any, specs: Any, dtype: str) -> Any:
+    """One layer's weights ready for products: matrices and tables in the compute dtype and whole along fsdp; scales and
+    biases stay float32. First line of the scan body, so that only one layer is whole at a time."""
+
+    def one(p: Param, w: jax.Array) -> jax.Array:
+        if p.kind in ("scale", "bias"):
+            return w
+        # Cast first: half the bytes travel.
+        return constrain(w.astype(dtype), partition(dataclasses.replace(p, stack=()), gathered=True))
+
+    return P_.tree_map(one, specs, layer_params)
+
+
+def table(specs: Any, mesh: Mesh) -> str:
+    """The start-up table: parameter, shape, dtype, partition, bytes per device."""
+    rows = [("parameter", "shape", "dtype", "partition", "bytes/device")]
+    total = 0
+    for name, p in P_.named(specs):
+        local = NamedSharding(mesh, partition(p)).shard_shape(p.full_shape)
+        n = math.prod(local) * jnp.dtype(p.dtype).itemsize
+        total += n
+        spec = ", ".join("-" if m is None or mesh.shape[m] == 1 else m for m in partition(p))
+        rows.append((name, "x".join(map(str, p.full_shape)), p.dtype, f"({spec})", f"{n:,}"))
+    rows.append(("total", "", "", "", f"{total:,}"))
+    widths = [max(len(r[i]) for r in rows) for i in range(5)]
+    lines = ["  ".join(c.rjust(w) if i == 4 else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows]
+    return "\n".join(line.rstrip() for line in lines)
