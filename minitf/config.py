@@ -1,0 +1,364 @@
+"""All settings: the *Config dataclasses, declared beside their use, are the only declaration; here they become a ConfigDict
+that a config file and the command line change, and come back checked."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import sys
+import traceback
+import types
+import typing
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ml_collections
+from ml_collections import config_dict
+
+from minitf.data.pipeline import DATASETS, DataConfig
+from minitf.data.tokenizer import TOKENIZERS
+from minitf.model.attention import ATTENTION, IMPLEMENTATIONS, sizes
+from minitf.model.loss import LossConfig
+from minitf.model.mlp import MLP
+from minitf.model.transformer import NORMS, POSITIONS, REMAT, ModelConfig, pattern
+from minitf.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
+from minitf.params import SCHEMES
+from minitf.sharding import AXES, MeshConfig
+from minitf.tables import check_unread, did_you_mean, pick
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    steps: int | None = None  # optimizer steps; exactly one of steps, tokens, epochs sets the length
+    tokens: int | None = None  # of training: batch_size x seq_len a step
+    epochs: float | None = None  # times that the training rows are seen
+    batch_size: int = 8  # sequences in the global batch, whatever the mesh and the accumulation
+    seq_len: int = 256  # positions in a sequence
+    seed: int = 0  # of initial values, dropout and the order of data: 0 to 2^32 - 1
+    accumulation: int = 1  # parts in which a batch is computed one after the other
+    log_every: int = 10  # steps
+    eval_every: int | None = 100  # steps; also after the last; None: never
+    eval_batches: int | None = 20  # batches of an evaluation, spread over the validation split; None: all of it
+    mesh: MeshConfig = MeshConfig()
+    model: ModelConfig = ModelConfig()
+    loss: LossConfig = LossConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+# ---- dataclasses <-> ConfigDict
+
+
+def optional(annotation: Any) -> tuple[Any, bool]:
+    """(int, True) for `int | None`, (int, False) for `int`."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        (inner,) = (a for a in typing.get_args(annotation) if a is not type(None))
+        return inner, True
+    return annotation, False
+
+
+def hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def to_dict(cls: type) -> ml_collections.ConfigDict:
+    out = ml_collections.ConfigDict()
+    for field in dataclasses.fields(cls):
+        kind, _ = optional(hints(cls)[field.name])
+        if dataclasses.is_dataclass(kind):
+            out[field.name] = to_dict(kind)
+        elif field.default is None:
+            out[field.name] = config_dict.placeholder(typing.get_origin(kind) or kind)
+        else:
+            out[field.name] = field.default
+    return out
+
+
+def default() -> ml_collections.ConfigDict:
+    """Every setting at its default, locked: the start of each config file."""
+    return to_dict(Config).lock()
+
+
+def checked(name: str, value: Any, annotation: Any) -> Any:
+    """The value in its field's type. Raises ValueError naming the setting."""
+    kind, can_be_none = optional(annotation)
+    if value is None and can_be_none:
+        return None
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        if isinstance(value, (tuple, list)):
+            return tuple(checked(name, v, item) for v in value)
+    elif kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif type(value) is kind:
+        return value
+    raise ValueError(f"{name}={value!r}: is {type(value).__name__}, must be {type_name(annotation)}")
+
+
+def type_name(annotation: Any) -> str:
+    kind, can_be_none = optional(annotation)
+    name = str(kind) if typing.get_origin(kind) else kind.__name__
+    return f"{name} or None" if can_be_none else name
+
+
+def freeze(tree: Any, cls: type = Config, prefix: str = "") -> Any:
+    """A ConfigDict (or the dict of a config.json) as dataclasses. Raises ValueError for unknown names and wrong types."""
+    fields = hints(cls)
+    values = {}
+    for name, value in tree.items():
+        full = prefix + name
+        if name not in fields:
+            raise ValueError(f"{full}: no such setting{did_you_mean(name, fields)}")
+        kind, _ = optional(fields[name])
+        if not dataclasses.is_dataclass(kind):
+            values[name] = checked(full, value, fields[name])
+        elif isinstance(value, (dict, ml_collections.ConfigDict)):
+            values[name] = freeze(value, kind, full + ".")
+        else:
+            raise ValueError(f"{full}={value!r}: is a section; set its settings: {', '.join(hints(kind))}")
+    return cls(**values)
+
+
+def to_json(cfg: Config) -> str:
+    return json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
+
+
+def missing(tree: dict, cls: type = Config, prefix: str = "") -> list[str]:
+    """Settings that a stored config does not name: newer than it, and so at their defaults."""
+    out = []
+    for name, annotation in hints(cls).items():
+        kind, _ = optional(annotation)
+        if name not in tree:
+            out.append(prefix + name)
+        elif dataclasses.is_dataclass(kind):
+            out += missing(tree[name], kind, f"{prefix}{name}.")
+    return out
+
+
+# ---- the command line
+
+
+def parse_value(name: str, text: str, annotation: Any) -> Any:
+    """Text from the command line in the setting's type. Raises ValueError naming the setting, its value and its type."""
+    kind, can_be_none = optional(annotation)
+    if can_be_none and text == "None":
+        return None
+    try:
+        if typing.get_origin(kind) is tuple:
+            items = [t.strip() for t in text.strip("()[] ").split(",")]
+            return tuple(parse_value(name, t.strip("'\""), typing.get_args(kind)[0]) for t in items if t)
+        if kind is bool:
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        return kind(text)
+    except (ValueError, KeyError):
+        hint = "; integers are written in full, without exponent or point" if kind is int else ""
+        raise ValueError(f"--config.{name}={text}: must be {type_name(annotation)}{hint}") from None
+
+
+def find(name: str) -> Any:
+    """The annotation of a setting by its dotted name. Raises ValueError naming the nearest known name."""
+    cls, done = Config, []
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        fields = hints(cls)
+        if part not in fields:
+            where = ".".join(done) or "the config"
+            raise ValueError(f"--config.{name}: no setting {part!r} in {where}{did_you_mean(part, fields)}")
+        done.append(part)
+        kind, _ = optional(fields[part])
+        if dataclasses.is_dataclass(kind):
+            if i == len(parts) - 1:
+                raise ValueError(f"--config.{name}: is a section; set its settings: {', '.join(f'{name}.{f}' for f in hints(kind))}")
+            cls = kind
+        elif i < len(parts) - 1:
+            raise ValueError(f"--config.{name}: {'.'.join(done)} is a setting, not a section")
+    return fields[parts[-1]]
+
+
+def split_overrides(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """(the other arguments, values by dotted name) of `--config.NAME=VALUE`, `--config.NAME VALUE`, and for booleans
+    `--config.NAME`, `--noconfig.NAME`; they may stand anywhere."""
+    others, overrides = [], {}
+    words = iter(argv)
+    for word in words:
+        head, has_value, text = word.partition("=")
+        head = "--" + head.lstrip("-") if head.startswith("-") else head
+        if head.startswith("--noconfig."):
+            name = head.removeprefix("--noconfig.")
+            if optional(find(name))[0] is not bool or has_value:
+                raise ValueError(f"{word}: only a setting that is true or false can be written so")
+            overrides[name] = False
+        elif head.startswith("--config."):
+            name = head.removeprefix("--config.")
+            annotation = find(name)
+            if not has_value and optional(annotation)[0] is bool:
+                text = "true"
+            elif not has_value:
+                text = next(words, None)
+                if text is None:
+                    raise ValueError(f"{word}: needs a value")
+            overrides[name] = parse_value(name, text, annotation)
+        elif not head.startswith("-") and head.removeprefix("config.").split(".")[0] in hints(Config) and has_value:
+            raise ValueError(f"{word}: overrides begin with dashes: --config.{word.removeprefix('config.')}")
+        else:
+            others.append(word)
+    return others, overrides
+
+
+def load_file(path: str) -> ml_collections.ConfigDict:
+    """What get_config() of a config file returns; `FILE:ARGUMENT` calls get_config(ARGUMENT). Raises ValueError with file and
+    line for what is wrong in it."""
+    file, _, argument = path.partition(":") if not Path(path).exists() else (path, "", "")
+    if not Path(file).is_file():
+        raise ValueError(f"--config {path}: no such file")
+    spec = importlib.util.spec_from_file_location("minitf_config_file", file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        if not callable(getattr(module, "get_config", None)):
+            raise ValueError("it has no function get_config()")
+        cfg = module.get_config(argument) if argument else module.get_config()
+    except Exception as e:  # whatever the user's file raises is the user's to mend
+        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename.endswith(file)]
+        if isinstance(e, SyntaxError):
+            lines = [e.lineno]
+        # Of ml_collections' long messages the first sentence says it.
+        text = str(e).strip("'\"").split("Other fields present")[0].strip()
+        raise ValueError(f"{file}{f', line {lines[-1]}' if lines else ''}: {type(e).__name__}: {text}") from None
+    if not isinstance(cfg, ml_collections.ConfigDict):
+        raise ValueError(f"{file}: get_config() returned {type(cfg).__name__}, not a ConfigDict made by minitf.config.default()")
+    return cfg
+
+
+def parse_args(argv: list[str], parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:
+    """The parser's own arguments, `--config` among them, and the config after overrides, checked."""
+    others, overrides = split_overrides(argv)
+    args = parser.parse_args(others)
+    tree = load_file(args.config)
+    for name, value in overrides.items():
+        *section, last = name.split(".")
+        node = tree
+        for part in section:
+            node = node[part]
+        with node.unlocked():
+            node[last] = value
+    cfg = freeze(tree)
+    validate(cfg)
+    return args, cfg
+
+
+def fail(message: str) -> NoReturn:
+    """One clear message and the status of a user's mistake."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+# ---- checks that need no JAX
+
+
+def require(name: str, value: Any, ok: bool, constraint: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value}: must be {constraint}")
+
+
+def validate(cfg: Config) -> None:
+    """Raises ValueError for the first setting that cannot work, before JAX starts."""
+    lengths = {n: getattr(cfg, n) for n in ("steps", "tokens", "epochs")}
+    given = {n: v for n, v in lengths.items() if v is not None}
+    if len(given) != 1:
+        text = ", ".join(f"{n}={v}" for n, v in lengths.items())
+        raise ValueError(f"{text}: exactly one sets the length of the run; set the others to None (--config.steps=None)")
+    for n, v in given.items():
+        require(n, v, v >= 0 and math.isfinite(v), "at least 0")
+
+    m, a, o, d = cfg.model, cfg.model.attention, cfg.optimizer, cfg.data
+    whole = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, accumulation=cfg.accumulation, log_every=cfg.log_every)
+    whole |= dict(eval_every=cfg.eval_every, eval_batches=cfg.eval_batches)
+    whole |= {f"model.{n}": getattr(m, n) for n in ("num_layers", "dim", "vocab_size", "max_seq_len", "unroll")}
+    whole |= {f"model.attention.{n}": getattr(a, n) for n in ("num_heads", "num_kv_heads", "head_dim", "window")}
+    whole |= {"model.mlp.hidden": m.mlp.hidden, "loss.chunk": cfg.loss.chunk}
+    whole |= {"data.threads": d.threads, "data.prefetch": d.prefetch}
+    for name, value in whole.items():
+        require(name, value, value is None or value >= 1, "at least 1")
+    for name, value in {"seed": cfg.seed, "data.seed": d.seed}.items():
+        # JAX folds larger seeds onto smaller ones, and Grain refuses them later.
+        require(name, value, value is None or 0 <= value < 2**32, "from 0 to 4294967295 (2^32 - 1)")
+    if cfg.batch_size % cfg.accumulation:
+        raise ValueError(f"batch_size={cfg.batch_size}: not divisible by accumulation={cfg.accumulation}")
+
+    for axis in AXES:
+        n = getattr(cfg.mesh, axis)
+        require(f"mesh.{axis}", n, n == -1 or n >= 1, "at least 1, or -1 for the devices that the others leave")
+
+    pick("model.attention.kind", ATTENTION, a.kind)
+    for kind in m.pattern or ():
+        pick("model.pattern", ATTENTION, kind)
+    if m.pattern is not None:
+        require("model.pattern", m.pattern, len(m.pattern) > 0, "at least one attention kind, or None")
+        if a.kind != type(a)().kind:
+            raise ValueError(f"model.attention.kind={a.kind!r} has no effect where model.pattern={m.pattern} names every layer's kind")
+    pick("model.mlp.kind", MLP, m.mlp.kind)
+    pick("model.norm", NORMS, m.norm)
+    pick("model.positions", POSITIONS, m.positions)
+    pick("model.remat", REMAT, m.remat)
+    pick("model.init", SCHEMES, m.init)
+    pick("optimizer.kind", OPTIMIZERS, o.kind)
+    pick("optimizer.schedule", SCHEDULES, o.schedule)
+    pick("data.kind", DATASETS, d.kind)
+    pick("data.tokenizer", TOKENIZERS, d.tokenizer)
+    pick("model.attention.implementation", {"auto": None, **IMPLEMENTATIONS}, a.implementation)
+    pick("model.attention.bias", dict.fromkeys(("none", "qkv", "qkvo")), a.bias)
+    pick("model.dtype", dict.fromkeys(("float32", "bfloat16", "float16")), m.dtype)
+    pick("optimizer.moment_dtype", dict.fromkeys(("float32", "bfloat16")), o.moment_dtype)
+    pick("optimizer.nonfinite", dict.fromkeys(("stop", "skip")), o.nonfinite)
+    check_unread("model.attention", a, ATTENTION, pattern(m))
+    check_unread("model.attention", a, POSITIONS, [m.positions])
+    check_unread("optimizer", o, OPTIMIZERS, [o.kind])
+    check_unread("optimizer", o, SCHEDULES, [o.schedule])
+    check_unread("data", d, DATASETS, [d.kind])
+
+    H, G, K = sizes(a, m.dim)
+    if a.head_dim is None and m.dim % H:
+        raise ValueError(f"model.dim={m.dim}: not divisible by model.attention.num_heads={H}; else set model.attention.head_dim")
+    if H % G:
+        raise ValueError(f"model.attention.num_heads={H}: not divisible by model.attention.num_kv_heads={G}")
+    if POSITIONS[m.positions].rope and K % 2:
+        raise ValueError(f"model.attention.head_dim={K}: model.positions=rope turns pairs, so it must be even")
+    if m.max_seq_len is not None and cfg.seq_len > m.max_seq_len:
+        raise ValueError(f"seq_len={cfg.seq_len}: longer than model.max_seq_len={m.max_seq_len}")
+    for name, rate in {"model.dropout": m.dropout, "model.attention.dropout": a.dropout}.items():
+        require(name, rate, rate is None or 0 <= rate < 1, "at least 0 and below 1")
+    positive = {"model.attention.softcap": a.softcap, "model.logit_softcap": m.logit_softcap, "model.norm_eps": m.norm_eps}
+    positive |= {"model.attention.rope_base": a.rope_base, "loss.z_loss": cfg.loss.z_loss, "optimizer.eps": o.eps}
+    positive |= {"optimizer.learning_rate": o.learning_rate, "optimizer.clip_norm": o.clip_norm}
+    for name, value in positive.items():
+        require(name, value, value is None or 0 < value < math.inf, "a number above 0")
+    for name, value in {"optimizer.weight_decay": o.weight_decay, "optimizer.end_learning_rate": o.end_learning_rate}.items():
+        require(name, value, 0 <= value < math.inf, "a number of at least 0")
+    for name in ("b1", "b2", "momentum", "muon_momentum"):
+        value = getattr(o, name)
+        require(f"optimizer.{name}", value, value is None or 0 <= value < 1, "at least 0 and below 1")
+    require("optimizer.warmup_steps", o.warmup_steps, o.warmup_steps >= 0, "at least 0")
+    require("data.val_fraction", d.val_fraction, 0 < d.val_fraction < 1, "above 0 and below 1")
+    if cfg.steps is not None:
+        check_length(cfg, cfg.steps)
+
+
+def check_length(cfg: Config, steps: int) -> None:
+    """Raises ValueError where a schedule is longer than the run."""
+    o = cfg.optimizer
+    if o.warmup_steps > steps > 0:
+        raise ValueError(f"optimizer.warmup_steps={o.warmup_steps}: longer than the run of {steps} steps")
+    if o.decay_steps is not None:
+        rest = steps - o.warmup_steps
+        require("optimizer.decay_steps", o.decay_steps, 1 <= o.decay_steps <= max(rest, 1), f"from 1 to {rest}, the steps after warm-up")
+
+
+def total_steps(cfg: Config, rows: int) -> int:
+    """Optimizer steps of the run, over a training split of so many rows. At least the length asked for."""
+    if cfg.steps is not None:
+        return cfg.steps
+    if cfg.tokens is not None:
+        return -(-cfg.tokens // (cfg.batch_size * cfg.seq_len))
+    return math.ceil(cfg.epochs * rows / cfg.batch_size)

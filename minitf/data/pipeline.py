@@ -1,0 +1,264 @@
+"""Datasets to global batches: which rows stand in which batch is a function of (seed, batch number), and of nothing else."""
+
+import dataclasses
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import numpy as np
+
+from minitf.data.store import Rows, Store, concatenated, open_tokens
+from minitf.data.tokenizer import TOKENIZERS, Tokenizer, id_dtype
+from minitf.tables import pick
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    kind: str = "stdlib"  # see DATASETS
+    path: str | None = None  # of text: a file, a directory or a glob; of tokens: a file, or a directory with train and val
+    val_path: str | None = None  # of the validation split; None: part of path
+    val_fraction: float = 0.1  # for validation: the end of one file, or that share of many files, by a hash of their names
+    tokenizer: str = "bytes"  # see tokenizer.TOKENIZERS
+    token_dtype: str = "uint16"  # of raw token files
+    eos_id: int | None = None  # the id that ends a document in token files; None: not known
+    shuffle: bool = True  # rows, anew in each epoch
+    isolate_documents: bool = False  # documents that share a row do not see each other, positions restart
+    seed: int | None = None  # of the shuffle; None: the run's seed
+    threads: int = 2  # that read rows ahead of the step
+    prefetch: int = 8  # batches read ahead
+
+
+class Corpus(NamedTuple):
+    """What a dataset kind loads."""
+
+    train: Store
+    val: Store
+    tokenizer: Tokenizer | None  # None: the ids came from elsewhere
+    size: int  # bytes read
+    sha256: str  # of them
+
+
+class Source(NamedTuple):
+    load: Callable[[DataConfig, int | None], Corpus]  # (cfg, model.vocab_size)
+    reads: tuple[str, ...]
+
+
+Documents = list[tuple[str, bytes]]  # (name, text)
+
+
+def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig) -> Corpus:
+    """Tokenizes documents. A character tokenizer takes its alphabet from both splits."""
+    tokenizer = pick("data.tokenizer", TOKENIZERS, cfg.tokenizer)(train + val)
+    digest = hashlib.sha256()
+    for doc, text in train + val:
+        digest.update(doc.encode() + b"\0" + text)
+    dtype, eos = id_dtype(tokenizer.vocab_size), tokenizer.specials.get("eos")
+
+    def store(split: str, documents: Documents) -> Store:
+        ids = [tokenizer.encode(text, doc) for doc, text in documents]
+        return concatenated(f"{name} ({split})", ids, tokenizer.vocab_size, dtype, eos)
+
+    return Corpus(store("train", train), store("val", val), tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest())
+
+
+def hashed_to_val(name: str, fraction: float) -> bool:
+    """Whether a document of this name belongs to validation: its place never changes when others come or go."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < fraction * 2**32
+
+
+# Tests, tables and generated files of the standard library: no text to learn from.
+SKIPPED_DIRS = frozenset(
+    "site-packages dist-packages __pycache__ test tests idle_test idlelib lib2to3 turtledemo pydoc_data ensurepip encodings".split()
+)
+STDLIB_VAL_FRACTION = 13 / 256
+
+
+def stdlib_documents(root: str) -> Iterator[tuple[str, bytes]]:
+    """(path relative to root, text) of the interpreter's own modules, in the order of their names."""
+    for directory, dirs, files in os.walk(root):
+        dirs[:] = sorted(d for d in dirs if d not in SKIPPED_DIRS and not d.startswith("config-"))
+        for file in sorted(files):
+            if file.endswith(".py") and not file.startswith("_sysconfigdata"):  # that one describes the machine
+                path = Path(directory, file)
+                # Some installations have CR LF: the text should be the same everywhere.
+                yield path.relative_to(root).as_posix(), path.read_bytes().replace(b"\r\n", b"\n")
+
+
+def load_stdlib(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """The running interpreter's standard library: real text that is always there. Differs between Python versions."""
+    root = sysconfig.get_path("stdlib")
+    documents = list(stdlib_documents(root))
+    if not documents:
+        raise ValueError(f"data.kind=stdlib: no *.py files in {root}; use data.kind=text with data.path")
+    is_val = [hashed_to_val(name, STDLIB_VAL_FRACTION) for name, _ in documents]
+    train, val = ([d for d, v in zip(documents, is_val, strict=True) if v == want] for want in (False, True))
+    return from_documents("the standard library", train, val, cfg)
+
+
+def read_text(pattern: str, setting: str) -> tuple[Documents, bool]:
+    """The text files that a file, a directory (all files below it) or a glob names, and whether it named one file."""
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [(str(path), path.read_bytes())], True
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.relative_to(path).parts))
+        names = [p.relative_to(path).as_posix() for p in files]
+    else:
+        files = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(p)]
+        names = [str(p) for p in files]
+    if not files:
+        raise ValueError(f"{setting}={pattern}: no such file, no files in such a directory, and no match of such a glob")
+    return [(n, p.read_bytes()) for n, p in zip(names, files, strict=True)], False
+
+
+def load_text(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """UTF-8 text files. Bytes are kept as they are: line ends, byte-order marks and all."""
+    if cfg.path is None:
+        raise ValueError("data.path=None: data.kind=text needs a file, a directory or a glob")
+    train, single = read_text(cfg.path, "data.path")
+    if cfg.val_path is not None:
+        val, _ = read_text(cfg.val_path, "data.val_path")
+    elif single:
+        # In characters, not in bytes, so that no character is cut; bytes where the file is not UTF-8.
+        (name, text), share = train[0], 1 - cfg.val_fraction
+        try:
+            chars = text.decode("utf-8")
+            cut = len(chars[: int(len(chars) * share)].encode())
+        except UnicodeDecodeError:
+            cut = int(len(text) * share)
+        train, val = [(name, text[:cut])], [(name, text[cut:])]
+    else:
+        is_val = [hashed_to_val(name, cfg.val_fraction) for name, _ in train]
+        train, val = ([d for d, v in zip(train, is_val, strict=True) if v == want] for want in (False, True))
+    if not any(text for _, text in train):
+        raise ValueError(f"data.path={cfg.path}: no text in {len(train)} training file{'s' * (len(train) != 1)}")
+    return from_documents(cfg.path, train, val, cfg)
+
+
+def load_tokens(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """Flat files of token ids: nanoGPT's train.bin and val.bin, or one file whose end is for validation."""
+    if cfg.path is None:
+        raise ValueError("data.path=None: data.kind=tokens needs a file, or a directory with train.bin and val.bin")
+    if vocab_size is None:
+        raise ValueError("model.vocab_size=None: data.kind=tokens has no tokenizer to take it from")
+    try:
+        np.dtype(cfg.token_dtype)
+    except TypeError:
+        raise ValueError(f"data.token_dtype={cfg.token_dtype}: no NumPy type; known to work: uint8, uint16, uint32, int32") from None
+    path = Path(cfg.path).expanduser()
+
+    def find(directory: Path, split: str) -> Path:
+        for suffix in (".bin", ".npy"):
+            if (directory / (split + suffix)).is_file():
+                return directory / (split + suffix)
+        raise ValueError(f"data.path={cfg.path}: no {split}.bin or {split}.npy in this directory")
+
+    if not path.exists():
+        raise ValueError(f"data.path={cfg.path}: no such file or directory")
+    files = [find(path, "train"), find(path, "val")] if path.is_dir() else [path]
+    if cfg.val_path is not None:
+        val_file = Path(cfg.val_path).expanduser()
+        if not val_file.is_file():
+            raise ValueError(f"data.val_path={cfg.val_path}: no such file")
+        files = [files[0], val_file]
+    stores = [open_tokens(f, cfg.token_dtype, vocab_size, cfg.eos_id) for f in files]
+    # Not of the contents: a token file may be larger than the memory. Names, sizes and both ends tell files apart.
+    digest = hashlib.sha256()
+    for f, s in zip(files, stores, strict=True):
+        digest.update(f"{f.name} {len(s)}".encode() + s.ids[:4096].tobytes() + s.ids[-4096:].tobytes())
+    if len(stores) == 1:
+        (s,) = stores
+        cut = int(len(s) * (1 - cfg.val_fraction))
+        stores = [dataclasses.replace(s, name=f"{s.name} ({n})", ids=ids) for n, ids in (("train", s.ids[:cut]), ("val", s.ids[cut:]))]
+    return Corpus(*stores, None, sum(f.stat().st_size for f in files), digest.hexdigest())
+
+
+SYNTHETIC_PERIODS = 64
+
+
+def load_synthetic(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """The tutorial's counting task: 0, 1, 2, ... modulo the vocabulary, so that the next id is always this one plus one."""
+    if vocab_size is None:
+        raise ValueError("model.vocab_size=None: data.kind=synthetic counts modulo it")
+    ids = (np.arange(vocab_size * SYNTHETIC_PERIODS + 1) % vocab_size).astype(id_dtype(vocab_size))
+    store = Store("counting", ids, vocab_size)
+    return Corpus(store, store, None, ids.nbytes, hashlib.sha256(ids.tobytes()).hexdigest())
+
+
+DATASETS = {
+    "stdlib": Source(load_stdlib, reads=("tokenizer",)),
+    "text": Source(load_text, reads=("path", "val_path", "val_fraction", "tokenizer")),
+    "tokens": Source(load_tokens, reads=("path", "val_path", "val_fraction", "token_dtype", "eos_id")),
+    "synthetic": Source(load_synthetic, reads=()),
+}
+
+
+def load(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """The corpus that the config names. Raises ValueError for what a user can mend, a vocabulary too small among it."""
+    corpus = pick("data.kind", DATASETS, cfg.kind).load(cfg, vocab_size)
+    if corpus.tokenizer is not None and vocab_size is not None and corpus.tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"model.vocab_size={vocab_size} is smaller than the {corpus.tokenizer.vocab_size} ids of data.tokenizer={cfg.tokenizer}"
+        )
+    return corpus
+
+
+# ---- rows to batches
+
+
+def training_rows(store: Store, seq_len: int, cfg: DataConfig, seed: int) -> grain.MapDataset:
+    """An endless dataset of rows, each epoch every row once, shuffled anew."""
+    rows = Rows(store, seq_len, isolate=cfg.isolate_documents).dataset().seed(seed if cfg.seed is None else cfg.seed)
+    return (rows.shuffle() if cfg.shuffle else rows).repeat(None)
+
+
+def evaluation_rows(store: Store, seq_len: int, cfg: DataConfig, batch_size: int, batches: int | None) -> grain.MapDataset:
+    """At most batches x batch_size rows (None: all), spread evenly over the store; then rows of weight 0 up to a whole batch."""
+    rows = Rows(store, seq_len, isolate=cfg.isolate_documents, tail=True)
+    n = len(rows) if batches is None else min(len(rows), batches * batch_size)
+    chosen = [i * len(rows) // n for i in range(n)]
+    empty = {k: np.zeros_like(v) for k, v in rows[0].items()}
+    padded = -(-n // batch_size) * batch_size
+    return grain.MapDataset.range(padded).map(lambda i: rows[chosen[i]] if i < n else empty)
+
+
+class HostRows(grain.MapDataset):
+    """This process's rows of every global batch: row r of batch k is row k * batch_size + r of the parent, on any host."""
+
+    def __init__(self, parent: grain.MapDataset, batch_size: int, rows: list[int]):
+        super().__init__(parent)
+        self._batch_size, self._rows = batch_size, rows
+
+    def __len__(self) -> int:
+        return len(self._parent) // self._batch_size * len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        k, r = divmod(index, len(self._rows))
+        return self._parent[k * self._batch_size + self._rows[r]]
+
+
+def host_rows(sharding: jax.sharding.Sharding, batch_size: int) -> list[int]:
+    """Which rows of a global batch the devices of this process hold."""
+    slices = [index[0] for index in sharding.addressable_devices_indices_map((batch_size,)).values()]
+    return sorted({r for s in slices for r in range(*s.indices(batch_size))})
+
+
+def batches(
+    rows: grain.MapDataset, batch_size: int, sharding: jax.sharding.Sharding, cfg: DataConfig, start: int = 0
+) -> Iterator[dict[str, jax.Array]]:
+    """Global batches from number `start` on, as arrays [batch_size, ...] laid out by `sharding`; rows are read ahead on threads."""
+    local = host_rows(sharding, batch_size)
+    mine = HostRows(rows, batch_size, local).batch(len(local))[start:]
+    options = grain.ReadOptions(num_threads=cfg.threads, prefetch_buffer_size=cfg.prefetch)
+    for batch in mine.to_iter_dataset(options):
+        yield {
+            k: jax.make_array_from_process_local_data(sharding, v, (batch_size, *v.shape[1:])) for k, v in batch.items()
+        }

@@ -1,0 +1,183 @@
+"""From a config and the parameters' declarations to an optax transformation and its learning-rate schedule."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+
+from minitf.params import Param, tree_map
+from minitf.tables import pick
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    kind: str = "adamw"  # see OPTIMIZERS
+    learning_rate: float = 3e-4  # at the peak of the schedule
+    schedule: str = "cosine"  # see SCHEDULES
+    warmup_steps: int = 0  # optimizer steps of a linear ramp: step 0 has rate 0, step warmup_steps the peak
+    decay_steps: int | None = None  # of warmup_stable_decay: the last steps, in which the rate falls; None: a fifth of all
+    end_learning_rate: float = 0.0  # after the last step
+    b1: float = 0.9  # decay of the first moment
+    b2: float = 0.95  # decay of the second moment
+    eps: float = 1e-8  # added to the root of the second moment
+    momentum: float | None = None  # of sgd; None: plain
+    muon_momentum: float = 0.95  # of muon's matrices
+    weight_decay: float = 0.1  # a step takes learning rate x weight_decay of each decayed weight
+    decay_embeddings: bool = False  # decay token and position tables too
+    clip_norm: float | None = 1.0  # global norm of the accumulated gradient; None: not clipped
+    moment_dtype: str = "float32"  # of the first moment: "float32" or "bfloat16"
+    nonfinite: str = "stop"  # at a step whose loss or gradient is not finite: "stop" or "skip"; its update is never applied
+
+
+# ---- schedules: f(cfg, steps after warm-up) -> rate from there on
+
+
+def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+    return optax.constant_schedule(cfg.learning_rate)
+
+
+def linear(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+    return optax.linear_schedule(cfg.learning_rate, cfg.end_learning_rate, steps)
+
+
+def cosine(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(cfg.learning_rate, steps, alpha=cfg.end_learning_rate / cfg.learning_rate)
+
+
+def warmup_stable_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Constant, then linear over the last decay_steps (MiniCPM, arXiv:2404.06395)."""
+    total = steps + cfg.warmup_steps
+    decay = max(1, total // 5 if cfg.decay_steps is None else cfg.decay_steps)
+    stable = max(0, steps - decay)
+    return optax.join_schedules([constant(cfg, stable), linear(cfg, min(decay, steps))], [stable])
+
+
+class Schedule(NamedTuple):
+    make: Callable[[OptimizerConfig, int], optax.Schedule]
+    reads: tuple[str, ...] = ()
+
+
+SCHEDULES = {
+    "constant": Schedule(constant),
+    "linear": Schedule(linear, reads=("end_learning_rate",)),
+    "cosine": Schedule(cosine, reads=("end_learning_rate",)),
+    "warmup_stable_decay": Schedule(warmup_stable_decay, reads=("end_learning_rate", "decay_steps")),
+}
+
+
+def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Rate of the update that optimizer step 0, 1, ... applies; the same function trains and is logged."""
+    after = steps - cfg.warmup_steps
+    # A warm-up as long as the run is a ramp and nothing else.
+    main = pick("optimizer.schedule", SCHEDULES, cfg.schedule).make(cfg, after) if after > 0 else constant(cfg, 0)
+    if cfg.warmup_steps == 0:
+        return main
+    return optax.join_schedules([optax.linear_schedule(0.0, cfg.learning_rate, cfg.warmup_steps), main], [cfg.warmup_steps])
+
+
+# ---- optimizers
+
+
+def decays(p: Param, cfg: OptimizerConfig) -> bool:
+    return p.kind in ("matrix", "head") or (p.kind == "embedding" and cfg.decay_embeddings)
+
+
+def decay_mask(specs: Any, cfg: OptimizerConfig) -> Any:
+    """By kind, never by the number of dimensions: a stacked norm scale has two."""
+    return tree_map(lambda p: decays(p, cfg), specs)
+
+
+def per_layer(make: Callable[[], optax.GradientTransformation], specs: Any) -> optax.GradientTransformation:
+    """A rule that looks at whole arrays (their norm, their two largest dimensions) applied to each layer of a stack by itself."""
+
+    def mapped(depth: int) -> optax.GradientTransformation:
+        tx = make()
+        init, update = tx.init, tx.update
+        for _ in range(depth):
+            init, update = jax.vmap(init), jax.vmap(update)
+        return optax.GradientTransformation(init, update)
+
+    labels = tree_map(lambda p: str(p.stack), specs)
+    depths = {str(p.stack): len(p.stack) for p in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Param))}
+    return optax.partition({label: mapped(depth) for label, depth in depths.items()}, labels)
+
+
+def sgd(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.add_decayed_weights(cfg.weight_decay, decay_mask(specs, cfg)), optax.sgd(schedule, momentum=cfg.momentum)
+    )
+
+
+def adamw(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Decoupled weight decay, arXiv:1711.05101; the decay is multiplied with the rate."""
+    return optax.adamw(
+        schedule, cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype, weight_decay=cfg.weight_decay, mask=decay_mask(specs, cfg)
+    )
+
+
+def lion(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """arXiv:2302.06675."""
+    return optax.lion(
+        schedule, cfg.b1, cfg.b2, mu_dtype=cfg.moment_dtype, weight_decay=cfg.weight_decay, mask=decay_mask(specs, cfg)
+    )
+
+
+def adafactor(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """arXiv:1804.04235. The rate is relative: an update has that share of its array's root mean square."""
+    return optax.chain(
+        per_layer(lambda: optax.adafactor(schedule), specs),
+        # Adafactor's updates are scaled and negated already.
+        optax.add_decayed_weights(lambda count: -cfg.weight_decay * schedule(count), decay_mask(specs, cfg)),
+    )
+
+
+def muon_with_adamw(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Muon for matrices, AdamW for tables, head, scales and biases; updates of matrices are scaled to AdamW's size
+    (0.2 x sqrt of the larger dimension, arXiv:2502.16982), so that one rate and one decay serve both."""
+
+    def dimensions(p: Param) -> MuonDimensionNumbers:
+        split = len(p.stack) + p.inputs
+        return MuonDimensionNumbers(tuple(range(len(p.stack), split)), tuple(range(split, len(p.full_shape))))
+
+    labels = tree_map(lambda p: "muon" if p.kind == "matrix" else "adamw", specs)
+    matrices = tree_map(lambda p: dimensions(p) if p.kind == "matrix" else optax.MaskedNode(), specs)
+    others = tree_map(lambda p: optax.MaskedNode() if p.kind == "matrix" else decays(p, cfg), specs)
+    return optax.partition(
+        {
+            "muon": muon(
+                schedule,
+                beta=cfg.muon_momentum,
+                weight_decay=cfg.weight_decay,
+                mu_dtype=cfg.moment_dtype,
+                muon_weight_dimension_numbers=matrices,
+                consistent_rms=0.2,
+            ),
+            "adamw": optax.adamw(
+                schedule, cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype, weight_decay=cfg.weight_decay, mask=others
+            ),
+        },
+        labels,
+    )
+
+
+class Optimizer(NamedTuple):
+    make: Callable[[OptimizerConfig, Any, optax.Schedule], optax.GradientTransformation]
+    reads: tuple[str, ...] = ()
+
+
+OPTIMIZERS = {
+    "sgd": Optimizer(sgd, reads=("momentum",)),
+    "adamw": Optimizer(adamw, reads=("b1", "b2", "eps", "moment_dtype")),
+    "lion": Optimizer(lion, reads=("b1", "b2", "moment_dtype")),
+    "adafactor": Optimizer(adafactor),
+    "muon": Optimizer(muon_with_adamw, reads=("b1", "b2", "eps", "moment_dtype", "muon_momentum")),
+}
+
+
+def make_optimizer(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Clipping by global norm, then the optimizer; takes gradients of the accumulated loss."""
+    tx = pick("optimizer.kind", OPTIMIZERS, cfg.kind).make(cfg, specs, schedule)
+    return tx if cfg.clip_norm is None else optax.chain(optax.clip_by_global_norm(cfg.clip_norm), tx)

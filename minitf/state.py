@@ -1,0 +1,61 @@
+"""The train state, its abstract form, and where its arrays live."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minitf import params as P_
+from minitf.params import Param
+from minitf.sharding import partition, replicated, shardings
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    step: jax.Array  # int32 []: optimizer steps begun
+    skipped: jax.Array  # int32 []: of these, steps whose update was not finite and not applied
+    params: Any
+    opt_state: Any
+
+
+def init_state(key: jax.Array, specs: Any, tx: optax.GradientTransformation) -> TrainState:
+    params = P_.init(specs, key)
+    return TrainState(jnp.int32(0), jnp.int32(0), params, tx.init(params))
+
+
+def abstract_state(specs: Any, tx: optax.GradientTransformation) -> TrainState:
+    """Shapes and dtypes of the state, without forming it."""
+    return jax.eval_shape(lambda: init_state(jax.random.key(0), specs, tx))
+
+
+def like_param(p: Param, shape: tuple[int, ...]) -> P:
+    """The partition of an optimizer's array that belongs to a parameter: the parameter's own where the shape is the same;
+    where it lacks some dimensions (factored moments), that of the dimensions left; else replicated."""
+    full = partition(p)
+    axes, left = [], list(zip(p.full_shape, full, strict=True))
+    for size in shape:
+        while left and left[0][0] != size:
+            left.pop(0)
+        if not left:
+            return P()
+        axes.append(left.pop(0)[1])
+    return P(*axes)
+
+
+def state_shardings(specs: Any, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """A NamedSharding for each array of the state. An optimizer's array belongs to the parameter whose path ends its own."""
+    by_path = {path: p for path, p in jax.tree_util.tree_leaves_with_path(specs, is_leaf=P_.is_param)}
+
+    def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        for i in range(len(path)):
+            if path[i:] in by_path:
+                return NamedSharding(mesh, like_param(by_path[path[i:]], leaf.shape))
+        return replicated(mesh)
+
+    opt_state = jax.tree_util.tree_map_with_path(one, abstract_state(specs, tx).opt_state)
+    return TrainState(replicated(mesh), replicated(mesh), shardings(specs, mesh), opt_state)
