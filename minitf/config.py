@@ -169,7 +169,9 @@ def find(name: str) -> Any:
         kind, _ = optional(fields[part])
         if dataclasses.is_dataclass(kind):
             if i == len(parts) - 1:
-                raise ValueError(f"--config.{name}: is a section; set its settings: {', '.join(f'{name}.{f}' for f in hints(kind))}")
+                raise ValueError(
+                    f"--config.{name}: is a section; set its settings: {', '.join(f'{name}.{f}' for f in hints(kind))}"
+                )
             cls = kind
         elif i < len(parts) - 1:
             raise ValueError(f"--config.{name}: {'.'.join(done)} is a setting, not a section")
@@ -227,7 +229,9 @@ def load_file(path: str) -> ml_collections.ConfigDict:
         text = str(e).strip("'\"").split("Other fields present")[0].strip()
         raise ValueError(f"{file}{f', line {lines[-1]}' if lines else ''}: {type(e).__name__}: {text}") from None
     if not isinstance(cfg, ml_collections.ConfigDict):
-        raise ValueError(f"{file}: get_config() returned {type(cfg).__name__}, not a ConfigDict made by minitf.config.default()")
+        raise ValueError(
+            f"{file}: get_config() returned {type(cfg).__name__}, not a ConfigDict made by minitf.config.default()"
+        )
     return cfg
 
 
@@ -268,7 +272,9 @@ def validate(cfg: Config) -> None:
     given = {n: v for n, v in lengths.items() if v is not None}
     if len(given) != 1:
         text = ", ".join(f"{n}={v}" for n, v in lengths.items())
-        raise ValueError(f"{text}: exactly one sets the length of the run; set the others to None (--config.steps=None)")
+        raise ValueError(
+            f"{text}: exactly one sets the length of the run; set the others to None (--config.steps=None)"
+        )
     for n, v in given.items():
         require(n, v, v >= 0 and math.isfinite(v), "at least 0")
 
@@ -297,7 +303,9 @@ def validate(cfg: Config) -> None:
     if m.pattern is not None:
         require("model.pattern", m.pattern, len(m.pattern) > 0, "at least one attention kind, or None")
         if a.kind != type(a)().kind:
-            raise ValueError(f"model.attention.kind={a.kind!r} has no effect where model.pattern={m.pattern} names every layer's kind")
+            raise ValueError(
+                f"model.attention.kind={a.kind!r} has no effect where model.pattern={m.pattern} names every layer's kind"
+            )
     pick("model.mlp.kind", MLP, m.mlp.kind)
     pick("model.norm", NORMS, m.norm)
     pick("model.positions", POSITIONS, m.positions)
@@ -320,7 +328,9 @@ def validate(cfg: Config) -> None:
 
     H, G, K = sizes(a, m.dim)
     if a.head_dim is None and m.dim % H:
-        raise ValueError(f"model.dim={m.dim}: not divisible by model.attention.num_heads={H}; else set model.attention.head_dim")
+        raise ValueError(
+            f"model.dim={m.dim}: not divisible by model.attention.num_heads={H}; else set model.attention.head_dim"
+        )
     if H % G:
         raise ValueError(f"model.attention.num_heads={H}: not divisible by model.attention.num_kv_heads={G}")
     if POSITIONS[m.positions].rope and K % 2:
@@ -329,12 +339,19 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"seq_len={cfg.seq_len}: longer than model.max_seq_len={m.max_seq_len}")
     for name, rate in {"model.dropout": m.dropout, "model.attention.dropout": a.dropout}.items():
         require(name, rate, rate is None or 0 <= rate < 1, "at least 0 and below 1")
-    positive = {"model.attention.softcap": a.softcap, "model.logit_softcap": m.logit_softcap, "model.norm_eps": m.norm_eps}
+    positive = {
+        "model.attention.softcap": a.softcap,
+        "model.logit_softcap": m.logit_softcap,
+        "model.norm_eps": m.norm_eps,
+    }
     positive |= {"model.attention.rope_base": a.rope_base, "loss.z_loss": cfg.loss.z_loss, "optimizer.eps": o.eps}
     positive |= {"optimizer.learning_rate": o.learning_rate, "optimizer.clip_norm": o.clip_norm}
     for name, value in positive.items():
         require(name, value, value is None or 0 < value < math.inf, "a number above 0")
-    for name, value in {"optimizer.weight_decay": o.weight_decay, "optimizer.end_learning_rate": o.end_learning_rate}.items():
+    for name, value in {
+        "optimizer.weight_decay": o.weight_decay,
+        "optimizer.end_learning_rate": o.end_learning_rate,
+    }.items():
         require(name, value, 0 <= value < math.inf, "a number of at least 0")
     for name in ("b1", "b2", "momentum", "muon_momentum"):
         value = getattr(o, name)
@@ -352,7 +369,12 @@ def check_length(cfg: Config, steps: int) -> None:
         raise ValueError(f"optimizer.warmup_steps={o.warmup_steps}: longer than the run of {steps} steps")
     if o.decay_steps is not None:
         rest = steps - o.warmup_steps
-        require("optimizer.decay_steps", o.decay_steps, 1 <= o.decay_steps <= max(rest, 1), f"from 1 to {rest}, the steps after warm-up")
+        require(
+            "optimizer.decay_steps",
+            o.decay_steps,
+            1 <= o.decay_steps <= max(rest, 1),
+            f"from 1 to {rest}, the steps after warm-up",
+        )
 
 
 def total_steps(cfg: Config, rows: int) -> int:

@@ -87,7 +87,9 @@ class MetricWriter:
         self._tensorboard = tensorboardX.SummaryWriter(str(workdir), flush_secs=10)
         self._jsonl = open(workdir / "metrics.jsonl", "a", encoding="utf-8")
         self._stream = stream or sys.stdout
-        self._bar = tqdm(total=steps, unit="step", dynamic_ncols=True, file=self._stream) if self._stream.isatty() else None
+        self._bar = (
+            tqdm(total=steps, unit="step", dynamic_ncols=True, file=self._stream) if self._stream.isatty() else None
+        )
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         values = {tag: np.asarray(v).item() for tag, v in values.items()}
@@ -99,19 +101,22 @@ class MetricWriter:
         self._show(step, values)
 
     def _show(self, step: int, values: dict[str, Any]) -> None:
+        at = f"step {step}/{self._steps}"
         if "train/loss" in values:
-            rate = values.get("perf/tokens_per_s", 0.0)
+            loss, rate = values["train/loss"], human(values["perf/tokens_per_s"])
             if self._bar is not None:
-                self._bar.set_postfix_str(f"loss {values['train/loss']:.4f}, {human(rate)} tokens/s", refresh=False)
+                self._bar.set_postfix_str(f"loss {loss:.4f}, {rate} tokens/s", refresh=False)
             else:
-                left = duration((self._steps - step) * values.get("perf/step_time_s", 0.0))
+                left = duration((self._steps - step) * values["perf/step_time_s"])
                 self.say(
-                    f"step {step}/{self._steps}  loss {values['train/loss']:.4f}  learning rate {values['train/learning_rate']:.3g}  "
-                    f"gradient norm {values['train/grad_norm']:.3g}  {human(rate)} tokens/s  MFU {values.get('perf/mfu', 0):.1%}  {left} left"
+                    f"{at}  loss {loss:.4f}  learning rate {values['train/learning_rate']:.3g}  gradient norm "
+                    f"{values['train/grad_norm']:.3g}  {rate} tokens/s  MFU {values['perf/mfu']:.1%}  {left} left"
                 )
         if "eval/loss" in values:
             bits = f"  bits per byte {values['eval/bits_per_byte']:.4f}" if "eval/bits_per_byte" in values else ""
-            self.say(f"step {step}/{self._steps}  evaluation loss {values['eval/loss']:.4f}  perplexity {values['eval/perplexity']:.4g}{bits}")
+            self.say(
+                f"{at}  evaluation loss {values['eval/loss']:.4f}  perplexity {values['eval/perplexity']:.4g}{bits}"
+            )
 
     def progress(self, step: int) -> None:
         """Moves the bar to `step` finished steps."""

@@ -18,7 +18,9 @@ class OptimizerConfig:
     learning_rate: float = 3e-4  # at the peak of the schedule
     schedule: str = "cosine"  # see SCHEDULES
     warmup_steps: int = 0  # optimizer steps of a linear ramp: step 0 has rate 0, step warmup_steps the peak
-    decay_steps: int | None = None  # of warmup_stable_decay: the last steps, in which the rate falls; None: a fifth of all
+    decay_steps: int | None = (
+        None  # of warmup_stable_decay: the last steps, in which the rate falls; None: a fifth of all
+    )
     end_learning_rate: float = 0.0  # after the last step
     b1: float = 0.9  # decay of the first moment
     b2: float = 0.95  # decay of the second moment
@@ -29,7 +31,9 @@ class OptimizerConfig:
     decay_embeddings: bool = False  # decay token and position tables too
     clip_norm: float | None = 1.0  # global norm of the accumulated gradient; None: not clipped
     moment_dtype: str = "float32"  # of the first moment: "float32" or "bfloat16"
-    nonfinite: str = "stop"  # at a step whose loss or gradient is not finite: "stop" or "skip"; its update is never applied
+    nonfinite: str = (
+        "stop"  # at a step whose loss or gradient is not finite: "stop" or "skip"; its update is never applied
+    )
 
 
 # ---- schedules: f(cfg, steps after warm-up) -> rate from there on
@@ -75,7 +79,9 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
     main = pick("optimizer.schedule", SCHEDULES, cfg.schedule).make(cfg, after) if after > 0 else constant(cfg, 0)
     if cfg.warmup_steps == 0:
         return main
-    return optax.join_schedules([optax.linear_schedule(0.0, cfg.learning_rate, cfg.warmup_steps), main], [cfg.warmup_steps])
+    return optax.join_schedules(
+        [optax.linear_schedule(0.0, cfg.learning_rate, cfg.warmup_steps), main], [cfg.warmup_steps]
+    )
 
 
 # ---- optimizers
@@ -114,7 +120,13 @@ def sgd(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.Gra
 def adamw(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Decoupled weight decay, arXiv:1711.05101; the decay is multiplied with the rate."""
     return optax.adamw(
-        schedule, cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype, weight_decay=cfg.weight_decay, mask=decay_mask(specs, cfg)
+        schedule,
+        cfg.b1,
+        cfg.b2,
+        cfg.eps,
+        mu_dtype=cfg.moment_dtype,
+        weight_decay=cfg.weight_decay,
+        mask=decay_mask(specs, cfg),
     )
 
 

@@ -40,7 +40,9 @@ class Param:
 
     def __post_init__(self):
         assert self.kind in KINDS, f"unknown kind {self.kind!r}; known: {', '.join(KINDS)}"
-        assert len(self.shape) == len(self.axes), f"{len(self.shape)} sizes {self.shape} but {len(self.axes)} axis names {self.axes}"
+        assert len(self.shape) == len(self.axes), (
+            f"{len(self.shape)} sizes {self.shape} but {len(self.axes)} axis names {self.axes}"
+        )
         assert 0 <= self.inputs < max(len(self.shape), 1), f"{self.inputs} inputs of {len(self.shape)} dimensions"
 
     @property
@@ -178,9 +180,9 @@ def init(specs: Any, key: jax.Array) -> Any:
 
     def one(name: str, p: Param) -> jax.Array:
         base = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        f = lambda k: p.init(k, p.shape, p.dtype)  # noqa: E731
+        f = lambda k: p.init(k, p.shape, p.dtype)
         for n in reversed(p.stack):
-            f = lambda k, f=f, n=n: jax.vmap(lambda i: f(jax.random.fold_in(k, i)))(jnp.arange(n))  # noqa: E731
+            f = lambda k, f=f, n=n: jax.vmap(lambda i: f(jax.random.fold_in(k, i)))(jnp.arange(n))
         return f(base)
 
     return named_map(one, specs)

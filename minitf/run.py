@@ -20,7 +20,9 @@ def check_free(workdir: Path, overwrite: bool) -> None:
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir}: is a file")
     if not overwrite and (workdir / "config.json").exists():
-        raise ValueError(f"--workdir {workdir}: already holds a run; give another directory, or --overwrite to start anew in this one")
+        raise ValueError(
+            f"--workdir {workdir}: already holds a run; give another directory, or --overwrite to start anew in this one"
+        )
 
 
 def create(workdir: Path, config_json: str) -> None:

@@ -49,7 +49,9 @@ def mesh_shape(cfg: MeshConfig, devices: int) -> tuple[int, int, int]:
             raise ValueError(f"{text}: {devices} devices are not divisible by {fixed}, the product of the given axes")
         sizes[rest[0]] = devices // fixed
     elif fixed != devices:
-        raise ValueError(f"{text}: the product is {fixed}, but there are {devices} devices; set one axis to -1 to fill the rest")
+        raise ValueError(
+            f"{text}: the product is {fixed}, but there are {devices} devices; set one axis to -1 to fill the rest"
+        )
     return tuple(sizes.values())
 
 
@@ -74,7 +76,9 @@ def check_divisible(specs: Any, mesh: Mesh) -> None:
             n = 1 if mesh_axis is None else mesh.shape[mesh_axis]
             if size % n:
                 hint = f"; model.vocab_size={-(-size // n) * n} would be" if axis == "vocab" else ""
-                raise ValueError(f"{name}: axis {axis!r} has size {size}, not divisible by mesh axis {mesh_axis!r} of size {n}{hint}")
+                raise ValueError(
+                    f"{name}: axis {axis!r} has size {size}, not divisible by mesh axis {mesh_axis!r} of size {n}{hint}"
+                )
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
@@ -131,5 +135,8 @@ def table(specs: Any, mesh: Mesh) -> str:
         rows.append((name, "x".join(map(str, p.full_shape)), p.dtype, f"({spec})", f"{n:,}"))
     rows.append(("total", "", "", "", f"{total:,}"))
     widths = [max(len(r[i]) for r in rows) for i in range(5)]
-    lines = ["  ".join(c.rjust(w) if i == 4 else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows]
+    lines = [
+        "  ".join(c.rjust(w) if i == 4 else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+        for r in rows
+    ]
     return "\n".join(line.rstrip() for line in lines)

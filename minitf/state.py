@@ -49,7 +49,7 @@ def like_param(p: Param, shape: tuple[int, ...]) -> P:
 
 def state_shardings(specs: Any, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """A NamedSharding for each array of the state. An optimizer's array belongs to the parameter whose path ends its own."""
-    by_path = {path: p for path, p in jax.tree_util.tree_leaves_with_path(specs, is_leaf=P_.is_param)}
+    by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=P_.is_param))
 
     def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         for i in range(len(path)):

@@ -29,6 +29,7 @@ def check_unread(prefix: str, cfg: Any, table: Mapping[str, Any], chosen: Iterab
         readers = [kind for kind, entry in table.items() if field.name in entry.reads]
         value = getattr(cfg, field.name)
         if readers and field.name not in read and value != field.default:
+            kinds = ", ".join(sorted(set(chosen)))
             raise ValueError(
-                f"{prefix}.{field.name}={value!r} has no effect with {', '.join(sorted(set(chosen)))}; it is read by {', '.join(readers)}"
+                f"{prefix}.{field.name}={value!r} has no effect with {kinds}; it is read by {', '.join(readers)}"
             )

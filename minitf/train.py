@@ -21,7 +21,7 @@ from minitf import params as P
 from minitf import run, sharding
 from minitf.config import Config
 from minitf.data import pipeline
-from minitf.data.store import Rows
+from minitf.data.store import DataError, Rows
 from minitf.distributed import stop_on_signals
 from minitf.metrics import MetricWriter, group_of, peak_flops
 from minitf.model import attention
@@ -134,7 +134,9 @@ def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg:
     return sums
 
 
-def evaluate(step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, batches: Iterator[Batch]) -> dict[str, float]:
+def evaluate(
+    step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, batches: Iterator[Batch]
+) -> dict[str, float]:
     """Loss, perplexity and bits per byte over all tokens of the batches, each counted once. Sums are float64 on the host."""
     totals: dict[str, float] = {}
     for batch in batches:
@@ -167,8 +169,8 @@ def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
     shards = sharding.batch_shards(mesh)
     if cfg.batch_size % (shards * cfg.accumulation):
         raise ValueError(
-            f"batch_size={cfg.batch_size}: not divisible by accumulation={cfg.accumulation} times the {shards} devices of the mesh axes "
-            f"data={mesh.shape['data']} and fsdp={mesh.shape['fsdp']}"
+            f"batch_size={cfg.batch_size}: not divisible by accumulation={cfg.accumulation} times the {shards} devices of the "
+            f"mesh axes data={mesh.shape['data']} and fsdp={mesh.shape['fsdp']}"
         )
     implementation(cfg, mesh)
 
@@ -213,12 +215,12 @@ def describe(job: Job) -> str:
     count = P.count(job.specs)
     rows = (len(corpus.train) - 1) // cfg.seq_len
     chosen = implementation(cfg, mesh)
+    kind, axes = mesh.devices.flat[0].device_kind, ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
     lines = [
-        f"minitf {minitf.__version__}, JAX {jax.__version__}, {mesh.size} {mesh.devices.flat[0].device_kind} device{'s' * (mesh.size > 1)}, "
-        f"mesh {', '.join(f'{a}={n}' for a, n in mesh.shape.items())}",
+        f"minitf {minitf.__version__}, JAX {jax.__version__}, devices: {mesh.size} x {kind}, mesh {axes}",
         f"data {cfg.data.kind}: {corpus.size:,} bytes, sha256 {corpus.sha256[:16]}, {len(corpus.train):,} training and "
         f"{len(corpus.val):,} validation tokens, {rows:,} rows of {cfg.seq_len}",
-        f"attention {', '.join(pattern(cfg.model))}: {chosen}{' (chosen by auto)' if cfg.model.attention.implementation == 'auto' else ''}",
+        f"attention {', '.join(pattern(cfg.model))}: {chosen} (model.attention.implementation={cfg.model.attention.implementation})",
         sharding.table(job.specs, mesh),
         f"parameters: {count['total']:,} ({count['embedding']:,} embedding, {count['non_embedding']:,} non-embedding)",
         f"training for {job.steps:,} steps of {cfg.batch_size} x {cfg.seq_len} tokens",
@@ -272,7 +274,9 @@ def train(job: Job, workdir: Path) -> int:
             batch = next(batches)
             start = time.perf_counter()
             step_fn = jax.jit(
-                functools.partial(train_step, cfg=cfg, tx=tx, schedule=schedule), donate_argnums=0, out_shardings=(layout, None)
+                functools.partial(train_step, cfg=cfg, tx=tx, schedule=schedule),
+                donate_argnums=0,
+                out_shardings=(layout, None),
             )
             step_fn = step_fn.lower(state, batch).compile()  # once: a batch of another shape would be an error
             compile_time = time.perf_counter() - start
@@ -286,7 +290,9 @@ def train(job: Job, workdir: Path) -> int:
                 if not metrics.pop("finite"):
                     where = f"step {step}: loss {float(metrics['train/loss'])}, gradient norm {float(metrics['train/grad_norm'])}"
                     if cfg.optimizer.nonfinite == "stop":
-                        raise NonFinite(f"{where}; this update was not applied. optimizer.nonfinite=skip would go on without it")
+                        raise NonFinite(
+                            f"{where}; this update was not applied. optimizer.nonfinite=skip would go on without it"
+                        )
                     writer.say(f"{where}: skipped")
                 writer.progress(step)
                 if step % cfg.log_every and step != job.steps:
@@ -343,8 +349,12 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a Python file with get_config()")
-    parser.add_argument("--workdir", metavar="DIR", help="where the run is kept (default: runs/NAME of the config file)")
-    parser.add_argument("--print_config", action="store_true", help="print the settings after overrides as JSON, and stop")
+    parser.add_argument(
+        "--workdir", metavar="DIR", help="where the run is kept (default: runs/NAME of the config file)"
+    )
+    parser.add_argument(
+        "--print_config", action="store_true", help="print the settings after overrides as JSON, and stop"
+    )
     parser.add_argument("--overwrite", action="store_true", help="start anew in a work directory that holds a run")
     try:
         args, cfg = config_lib.parse_args(sys.argv[1:] if argv is None else argv, parser)
@@ -359,7 +369,10 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         config_lib.fail(str(e))
     print(f"work directory {workdir}; watch it with: tensorboard --logdir {workdir}", flush=True)
-    return train(job, workdir)
+    try:
+        return train(job, workdir)
+    except DataError as e:
+        config_lib.fail(str(e))
 
 
 if __name__ == "__main__":

@@ -21,9 +21,13 @@ from minitf.tables import pick
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     kind: str = "stdlib"  # see DATASETS
-    path: str | None = None  # of text: a file, a directory or a glob; of tokens: a file, or a directory with train and val
+    path: str | None = (
+        None  # of text: a file, a directory or a glob; of tokens: a file, or a directory with train and val
+    )
     val_path: str | None = None  # of the validation split; None: part of path
-    val_fraction: float = 0.1  # for validation: the end of one file, or that share of many files, by a hash of their names
+    val_fraction: float = (
+        0.1  # for validation: the end of one file, or that share of many files, by a hash of their names
+    )
     tokenizer: str = "bytes"  # see tokenizer.TOKENIZERS
     token_dtype: str = "uint16"  # of raw token files
     eos_id: int | None = None  # the id that ends a document in token files; None: not known
@@ -64,7 +68,9 @@ def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig)
         ids = [tokenizer.encode(text, doc) for doc, text in documents]
         return concatenated(f"{name} ({split})", ids, tokenizer.vocab_size, dtype, eos)
 
-    return Corpus(store("train", train), store("val", val), tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest())
+    return Corpus(
+        store("train", train), store("val", val), tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest()
+    )
 
 
 def hashed_to_val(name: str, fraction: float) -> bool:
@@ -107,13 +113,17 @@ def read_text(pattern: str, setting: str) -> tuple[Documents, bool]:
     if path.is_file():
         return [(str(path), path.read_bytes())], True
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.relative_to(path).parts))
+        files = sorted(
+            p for p in path.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.relative_to(path).parts)
+        )
         names = [p.relative_to(path).as_posix() for p in files]
     else:
         files = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(p)]
         names = [str(p) for p in files]
     if not files:
-        raise ValueError(f"{setting}={pattern}: no such file, no files in such a directory, and no match of such a glob")
+        raise ValueError(
+            f"{setting}={pattern}: no such file, no files in such a directory, and no match of such a glob"
+        )
     return [(n, p.read_bytes()) for n, p in zip(names, files, strict=True)], False
 
 
@@ -150,7 +160,9 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     try:
         np.dtype(cfg.token_dtype)
     except TypeError:
-        raise ValueError(f"data.token_dtype={cfg.token_dtype}: no NumPy type; known to work: uint8, uint16, uint32, int32") from None
+        raise ValueError(
+            f"data.token_dtype={cfg.token_dtype}: no NumPy type; known to work: uint8, uint16, uint32, int32"
+        ) from None
     path = Path(cfg.path).expanduser()
 
     def find(directory: Path, split: str) -> Path:
@@ -175,7 +187,10 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     if len(stores) == 1:
         (s,) = stores
         cut = int(len(s) * (1 - cfg.val_fraction))
-        stores = [dataclasses.replace(s, name=f"{s.name} ({n})", ids=ids) for n, ids in (("train", s.ids[:cut]), ("val", s.ids[cut:]))]
+        stores = [
+            dataclasses.replace(s, name=f"{s.name} ({n})", ids=ids)
+            for n, ids in (("train", s.ids[:cut]), ("val", s.ids[cut:]))
+        ]
     return Corpus(*stores, None, sum(f.stat().st_size for f in files), digest.hexdigest())
 
 
@@ -218,7 +233,9 @@ def training_rows(store: Store, seq_len: int, cfg: DataConfig, seed: int) -> gra
     return (rows.shuffle() if cfg.shuffle else rows).repeat(None)
 
 
-def evaluation_rows(store: Store, seq_len: int, cfg: DataConfig, batch_size: int, batches: int | None) -> grain.MapDataset:
+def evaluation_rows(
+    store: Store, seq_len: int, cfg: DataConfig, batch_size: int, batches: int | None
+) -> grain.MapDataset:
     """At most batches x batch_size rows (None: all), spread evenly over the store; then rows of weight 0 up to a whole batch."""
     rows = Rows(store, seq_len, isolate=cfg.isolate_documents, tail=True)
     n = len(rows) if batches is None else min(len(rows), batches * batch_size)

@@ -11,6 +11,10 @@ import grain
 import numpy as np
 
 
+class DataError(ValueError):
+    """The data themselves are wrong: found while they are read."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Store:
     """Token ids of one split, in memory or memory-mapped.
@@ -81,7 +85,9 @@ class Rows:
         if len(store) < (2 if tail else seq_len + 1):
             raise ValueError(f"{store.name}: needs at least {2 if tail else seq_len + 1} tokens, found {len(store)}")
         if isolate and not store.knows_documents:
-            raise ValueError(f"{store.name}: data.isolate_documents=True needs to know where documents end; set data.eos_id")
+            raise ValueError(
+                f"{store.name}: data.isolate_documents=True needs to know where documents end; set data.eos_id"
+            )
         self._store, self._seq_len, self._isolate = store, seq_len, isolate
         self._len = -(-(len(store) - 1) // seq_len) if tail else (len(store) - 1) // seq_len
 
@@ -98,7 +104,7 @@ class Rows:
         bad = (window < 0) | (window >= self._store.vocab_size)
         if bad.any():
             at = int(bad.argmax())
-            raise ValueError(
+            raise DataError(
                 f"{self._store.name}: id {window[at]} at token {start + at} is not below the vocabulary size {self._store.vocab_size}"
             )
         n = len(window) - 1

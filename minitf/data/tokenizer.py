@@ -70,7 +70,9 @@ def code_points(text: bytes, source: str) -> np.ndarray:
     try:
         return np.frombuffer(text.decode("utf-8").encode("utf-32-le", "surrogatepass"), np.uint32)
     except UnicodeDecodeError as e:
-        raise ValueError(f"{source}: not UTF-8 at byte {e.start} ({text[e.start]:#04x}); data.tokenizer=bytes takes any file") from None
+        raise ValueError(
+            f"{source}: not UTF-8 at byte {e.start} ({text[e.start]:#04x}); data.tokenizer=bytes takes any file"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,9 @@ class CharTokenizer:
         unknown = (ids == len(known)) | (known[np.minimum(ids, len(known) - 1)] != points)
         if unknown.any():
             at = int(unknown.argmax())
-            raise ValueError(f"{source}: character {chr(points[at])!r} at {at} is not one of the {len(known)} of the training text")
+            raise ValueError(
+                f"{source}: character {chr(points[at])!r} at {at} is not one of the {len(known)} of the training text"
+            )
         return ids.astype(id_dtype(self.vocab_size))
 
     def decode(self, ids: np.ndarray) -> bytes:

@@ -127,9 +127,11 @@ def splash_mix(q, k, v, mask: Mask, cap, keys_B, rate):
 
     S, H, K = q.shape[1:]
     one = masks.CausalMask((S, S)) if mask.window is None else masks.LocalMask((S, S), (mask.window - 1, 0), 0)
-    splash = kernel.make_splash_mha(masks.MultiHeadMask([one] * H), head_shards=1, q_seq_shards=1, attn_logits_soft_cap=cap)
+    splash = kernel.make_splash_mha(
+        masks.MultiHeadMask([one] * H), head_shards=1, q_seq_shards=1, attn_logits_soft_cap=cap
+    )
     repeats = H // k.shape[2]
-    heads_first = lambda x, n=1: jnp.repeat(x, n, axis=2).swapaxes(1, 2)  # noqa: E731
+    heads_first = lambda x, n=1: jnp.repeat(x, n, axis=2).swapaxes(1, 2)
     args = heads_first(q * K**-0.5), heads_first(k, repeats), heads_first(v, repeats)
     if mask.segments_BS is None:
         y = jax.vmap(splash)(*args)
@@ -159,7 +161,9 @@ IMPLEMENTATIONS = {
 AUTO = ("cudnn", "xla", "reference")  # in order of preference; splash is chosen by name only
 
 
-def refusal(name: str, platform: str, *, dtype: str, softcap: bool, dropout: bool, segments: bool, devices: int) -> str | None:
+def refusal(
+    name: str, platform: str, *, dtype: str, softcap: bool, dropout: bool, segments: bool, devices: int
+) -> str | None:
     """Why an implementation cannot run here, or None."""
     kernel = IMPLEMENTATIONS[name]
     if platform not in kernel.platforms:
@@ -183,7 +187,9 @@ def choose(implementation: str, platform: str, **needs: Any) -> str:
         why = refusal(implementation, platform, **needs)
         if why:
             can = [n for n in IMPLEMENTATIONS if not refusal(n, platform, **needs)]
-            raise ValueError(f"model.attention.implementation={implementation}: {why}; these can: {', '.join(['auto', *can])}")
+            raise ValueError(
+                f"model.attention.implementation={implementation}: {why}; these can: {', '.join(['auto', *can])}"
+            )
         return implementation
     return next(n for n in AUTO if not refusal(n, platform, **needs))
 

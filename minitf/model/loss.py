@@ -15,7 +15,9 @@ class LossConfig:
     chunk: int | None = 512  # positions whose logits exist at once; None: all
 
 
-def token_sums(w_DV: jax.Array, x: jax.Array, targets: jax.Array, weights: jax.Array, cap: float | None) -> dict[str, jax.Array]:
+def token_sums(
+    w_DV: jax.Array, x: jax.Array, targets: jax.Array, weights: jax.Array, cap: float | None
+) -> dict[str, jax.Array]:
     """Weighted sums over positions, float32 scalars: `loss` (nats) and `z_loss` (squared log-partition)."""
     logits = head_logits(w_DV, x, cap)
     log_partition = jax.nn.logsumexp(logits, axis=-1)
@@ -25,11 +27,13 @@ def token_sums(w_DV: jax.Array, x: jax.Array, targets: jax.Array, weights: jax.A
     return {"loss": jnp.sum(losses * weights), "z_loss": jnp.sum(log_partition**2 * weights)}
 
 
-def loss_sums(params: Any, x_BSD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, cfg: ModelConfig, chunk: int | None) -> dict[str, jax.Array]:
+def loss_sums(
+    params: Any, x_BSD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, cfg: ModelConfig, chunk: int | None
+) -> dict[str, jax.Array]:
     """`token_sums` over all positions, at most `chunk` of the sequence at a time; the backward pass forms each chunk's
     logits again."""
     w_DV = head_weight(params, cfg)
-    B, S, D = x_BSD.shape
+    B, S, _ = x_BSD.shape
     if chunk is None or chunk >= S:
         return token_sums(w_DV, x_BSD, targets_BS, weights_BS, cfg.logit_softcap)
     whole, rest = divmod(S, chunk)
@@ -40,7 +44,9 @@ def loss_sums(params: Any, x_BSD: jax.Array, targets_BS: jax.Array, weights_BS: 
 
     zero = {"loss": jnp.float32(0), "z_loss": jnp.float32(0)}
     parts = (x_BSD, targets_BS, weights_BS)
-    sums, _ = jax.lax.scan(lambda total, xs: (jax.tree.map(jnp.add, total, one(*xs)), None), zero, tuple(map(chunks, parts)))
+    sums, _ = jax.lax.scan(
+        lambda total, xs: (jax.tree.map(jnp.add, total, one(*xs)), None), zero, tuple(map(chunks, parts))
+    )
     if rest:
         sums = jax.tree.map(jnp.add, sums, one(*(a[:, whole * chunk :] for a in parts)))
     return sums

@@ -115,8 +115,14 @@ def mlp(params, x, cfg):
 
 
 def block(params, x, cfg, kind, positions, segments):
-    x = x + causal_self_attention(params["attention"], norm(params["attention_norm"], x, cfg), cfg, kind, positions, segments)
+    x = x + causal_self_attention(
+        params["attention"], norm(params["attention_norm"], x, cfg), cfg, kind, positions, segments
+    )
     return x + mlp(params["mlp"], norm(params["mlp_norm"], x, cfg), cfg)
+
+
+def one_layer(stack, i):
+    return jax.tree.map(lambda a: a[i], stack)
 
 
 def model(params, token_ids, cfg, positions=None, segments=None):
@@ -131,8 +137,7 @@ def model(params, token_ids, cfg, positions=None, segments=None):
     period = cfg.pattern if cfg.pattern is not None else (cfg.attention.kind,)
     for i in range(cfg.num_layers):
         place = i % len(period)
-        layer_params = jax.tree.map(lambda a, n=i // len(period): a[n], params["blocks"][place])
-        x = block(layer_params, x, cfg, period[place], positions, segments)
+        x = block(one_layer(params["blocks"][place], i // len(period)), x, cfg, period[place], positions, segments)
 
     x = norm(params["final_norm"], x, cfg)
     logits = linear(params["embedding"].T if cfg.tie_embeddings else params["head"], x)

@@ -129,7 +129,11 @@ def model_params(cfg: ModelConfig) -> dict[str, Any]:
     specs = dict(
         embedding=Param((cfg.vocab_size, cfg.dim), ("vocab", "embed"), "embedding"),
         **POSITIONS[cfg.positions].params(cfg),
-        blocks=tuple(stacked(block_params(cfg, kind), layers_at(cfg, i)) for i, kind in enumerate(pattern(cfg)) if layers_at(cfg, i)),
+        blocks=tuple(
+            stacked(block_params(cfg, kind), layers_at(cfg, i))
+            for i, kind in enumerate(pattern(cfg))
+            if layers_at(cfg, i)
+        ),
         final_norm=NORMS[cfg.norm].params(cfg.dim),
     )
     if not cfg.tie_embeddings:
@@ -141,7 +145,9 @@ def flops_per_token(cfg: ModelConfig, specs: Any, seq_len: int, *, causal: bool 
     """FLOPs of forward and backward for one token: 6 x (matrix and head elements; a tied head once) + 12 x H x K x S for
     each layer's attention over the full square of S keys, as the field counts (PaLM, arXiv:2204.02311, appendix B); a window
     takes min(S, window). `causal`: only the keys that are seen."""
-    weights = sum(p.size for p in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Param)) if p.kind in ("matrix", "head"))
+    weights = sum(
+        p.size for p in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Param)) if p.kind in ("matrix", "head")
+    )
     if cfg.tie_embeddings:
         weights += cfg.vocab_size * cfg.dim
     H, _, K = sizes(cfg.attention, cfg.dim)
