@@ -189,8 +189,8 @@ def implementation(cfg: Config, mesh: jax.sharding.Mesh) -> str:
     )
 
 
-def prepare(cfg: Config) -> Job:
-    """Loads the data, makes the mesh and declares the model. Raises ValueError for all that a user can mend."""
+def prepare(cfg: Config, devices: list | None = None) -> Job:
+    """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for all that a user can mend."""
     corpus = pipeline.load(cfg.data, cfg.model.vocab_size)
     vocab_size = cfg.model.vocab_size or corpus.train.vocab_size
     model = dataclasses.replace(cfg.model, vocab_size=vocab_size, max_seq_len=cfg.model.max_seq_len or cfg.seq_len)
@@ -203,7 +203,7 @@ def prepare(cfg: Config) -> Job:
             raise ValueError(f"{e}; name one by data.val_path, or set eval_every=None") from None
     steps = config_lib.total_steps(cfg, rows)
     config_lib.check_length(cfg, steps)
-    mesh = sharding.make_mesh(cfg.mesh)
+    mesh = sharding.make_mesh(cfg.mesh, devices)
     specs = model_params(model)
     check_mesh(cfg, mesh, specs)
     return Job(cfg, steps, corpus, mesh, specs)

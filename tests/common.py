@@ -1,0 +1,122 @@
+"""What several test files share: the small set-up of the cases, meshes, and a training loop without files."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from minitf import params as P
+from minitf import sharding, train
+from minitf.config import Config
+from minitf.data.pipeline import DataConfig
+from minitf.model.attention import AttentionConfig
+from minitf.model.mlp import MlpConfig
+from minitf.model.transformer import ModelConfig, model_params
+from minitf.optimizer import OptimizerConfig, make_optimizer, make_schedule
+from minitf.sharding import MeshConfig
+from minitf.state import init_state, state_shardings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MESHES = {  # name -> sizes of (data, fsdp, tensor)
+    "1": (1, 1, 1),
+    "data8": (8, 1, 1),
+    "fsdp8": (1, 8, 1),
+    "2x2x2": (2, 2, 2),
+    "1x2x4": (1, 2, 4),
+}
+
+# The cases' standard set-up: vocabulary 64, width 16, two blocks, 4 query and 2 key/value heads of size 4.
+TINY = Config(
+    steps=3,
+    batch_size=8,
+    seq_len=16,
+    log_every=1,
+    eval_every=None,
+    data=DataConfig(kind="synthetic"),
+    model=ModelConfig(
+        num_layers=2,
+        dim=16,
+        vocab_size=64,
+        max_seq_len=16,
+        attention=AttentionConfig(num_heads=4, num_kv_heads=2),
+        mlp=MlpConfig(kind="swiglu", hidden=32),
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-3, schedule="constant", weight_decay=0.0, clip_norm=None),
+)
+
+
+def change(cfg: Any, **values: Any) -> Any:
+    """A copy with settings replaced by dotted name, dots written as two underscores: change(cfg, model__dim=32)."""
+    for name, value in values.items():
+        head, _, rest = name.partition("__")
+        cfg = dataclasses.replace(cfg, **{head: change(getattr(cfg, head), **{rest: value}) if rest else value})
+    return cfg
+
+
+def make_mesh(name: str) -> jax.sharding.Mesh:
+    sizes = MESHES[name]
+    return sharding.make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
+
+
+def random_batch(cfg: Config, seed: int = 0, weights: Any = None) -> dict[str, jax.Array]:
+    """Random ids; targets are random too."""
+    rng = np.random.default_rng(seed)
+    shape = (cfg.batch_size, cfg.seq_len)
+    ids = rng.integers(0, cfg.model.vocab_size, (2, *shape), dtype=np.int32)
+    weights = np.ones(shape, np.float32) if weights is None else np.asarray(weights, np.float32)
+    return {"inputs": jnp.asarray(ids[0]), "targets": jnp.asarray(ids[1]), "weights": jnp.asarray(weights)}
+
+
+def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> Any:
+    """Initial values moved by noise, so that no scale is 1 and no bias 0: a wrong use of one would show."""
+    params = P.init(model_params(cfg), jax.random.key(seed))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    return tree.unflatten([a + scale * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
+
+
+def fit(cfg: Config, batches: list, *, mesh: str = "1", params: Any = None) -> tuple[list[dict[str, float]], Any]:
+    """(metrics of each step, parameters at the end) of the real train step over these batches, on a mesh."""
+    specs = model_params(cfg.model)
+    schedule = make_schedule(cfg.optimizer, len(batches) if cfg.steps is None else cfg.steps)
+    tx = make_optimizer(cfg.optimizer, specs, schedule)
+    mesh = make_mesh(mesh)
+    layout = state_shardings(specs, tx, mesh)
+    with jax.set_mesh(mesh):
+        state = jax.jit(functools.partial(init_state, specs=specs, tx=tx), out_shardings=layout)(
+            jax.random.key(cfg.seed)
+        )
+        if params is not None:
+            state = dataclasses.replace(state, params=jax.device_put(params, layout.params))
+        step = functools.partial(train.train_step, cfg=cfg, tx=tx, schedule=schedule)
+        step = jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
+        history = []
+        for batch in batches:
+            state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(mesh)))
+            history.append({k: float(v) for k, v in metrics.items()})
+    return history, jax.tree.map(np.asarray, state.params)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float, *, relative_to_largest: bool = False) -> None:
+    """Every leaf within tolerance; `relative_to_largest`: within tolerance x max(1, largest absolute value of the leaf)."""
+    expected = dict(P.named(expected))
+    for name, a in P.named(actual):
+        a, e = np.asarray(a, np.float64), np.asarray(expected[name], np.float64)
+        bound = tolerance * (max(1.0, np.abs(e).max(initial=0)) if relative_to_largest else 1.0)
+        error = np.abs(a - e).max(initial=0)
+        assert error <= bound, f"{name}: differs by {error:.3g}, more than {bound:.3g}"
+
+
+def run_module(module: str, *args: str, devices: int = 1, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
+    """`python -m MODULE ARGS` in a process of its own, with so many simulated devices; text captured."""
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT), **env}
+    command = [sys.executable, "-m", module, *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
