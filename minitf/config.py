@@ -3,14 +3,15 @@ that a config file and the command line change, and come back checked."""
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import math
+import os
+import re
+import runpy
 import sys
 import traceback
 import types
 import typing
-from pathlib import Path
 from typing import Any, NoReturn
 
 import ml_collections
@@ -85,6 +86,8 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
     kind, can_be_none = optional(annotation)
     if value is None and can_be_none:
         return None
+    if kind is str and value == "":  # as a path it would be the current directory
+        raise ValueError(f"{name}='': is empty, must be {type_name(annotation)}")
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         if isinstance(value, (tuple, list)):
@@ -211,28 +214,34 @@ def split_overrides(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
 def load_file(path: str) -> ml_collections.ConfigDict:
     """What get_config() of a config file returns; `FILE:ARGUMENT` calls get_config(ARGUMENT). Raises ValueError with file and
     line for what is wrong in it."""
-    file, _, argument = path.partition(":") if not Path(path).exists() else (path, "", "")
-    if not Path(file).is_file():
+    file, _, argument = path.partition(":") if not os.path.exists(path) else (path, "", "")
+    if not os.path.isfile(file):
         raise ValueError(f"--config {path}: no such file")
-    spec = importlib.util.spec_from_file_location("minitf_config_file", file)
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        if not callable(getattr(module, "get_config", None)):
+        get_config = runpy.run_path(file, run_name="minitf_config_file").get("get_config")
+        if not callable(get_config):
             raise ValueError("it has no function get_config()")
-        cfg = module.get_config(argument) if argument else module.get_config()
+        cfg = get_config(argument) if argument else get_config()
     except Exception as e:  # whatever the user's file raises is the user's to mend
-        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename.endswith(file)]
-        if isinstance(e, SyntaxError):
-            lines = [e.lineno]
-        # Of ml_collections' long messages the first sentence says it.
-        text = str(e).strip("'\"").split("Other fields present")[0].strip()
-        raise ValueError(f"{file}{f', line {lines[-1]}' if lines else ''}: {type(e).__name__}: {text}") from None
+        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
+        if isinstance(e, SyntaxError) and e.filename == file and e.lineno:
+            lines.append(e.lineno)
+        raise ValueError(f"{file}{f', line {lines[-1]}' if lines else ''}: {type(e).__name__}: {said(e)}") from None
     if not isinstance(cfg, ml_collections.ConfigDict):
         raise ValueError(
             f"{file}: get_config() returned {type(cfg).__name__}, not a ConfigDict made by minitf.config.default()"
         )
     return cfg
+
+
+def said(e: Exception) -> str:
+    """An exception's message; of ml_collections' long ones, which quote the whole config, the first sentence and the near name."""
+    while e.args and isinstance(e.args[0], Exception):  # its AttributeError wraps a KeyError
+        e = e.args[0]
+    text = e.msg if isinstance(e, SyntaxError) else str(e.args[0] if isinstance(e, KeyError) and e.args else e)
+    near = re.search(r'Did you mean "(.+)" instead', text)
+    first = re.split(r"\. Other fields present|\nDid you mean", text)[0]
+    return f"{first}; did you mean {near[1]!r}?" if near else first
 
 
 def parse_args(argv: list[str], parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:
@@ -276,7 +285,7 @@ def validate(cfg: Config) -> None:
             f"{text}: exactly one sets the length of the run; set the others to None (--config.steps=None)"
         )
     for n, v in given.items():
-        require(n, v, v >= 0 and math.isfinite(v), "at least 0")
+        require(n, v, 0 <= v < math.inf, "at least 0")
 
     m, a, o, d = cfg.model, cfg.model.attention, cfg.optimizer, cfg.data
     whole = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, accumulation=cfg.accumulation, log_every=cfg.log_every)
@@ -334,7 +343,8 @@ def validate(cfg: Config) -> None:
     if H % G:
         raise ValueError(f"model.attention.num_heads={H}: not divisible by model.attention.num_kv_heads={G}")
     if POSITIONS[m.positions].rope and K % 2:
-        raise ValueError(f"model.attention.head_dim={K}: model.positions=rope turns pairs, so it must be even")
+        derived = " (model.dim / model.attention.num_heads)" if a.head_dim is None else ""
+        raise ValueError(f"model.attention.head_dim={K}{derived}: model.positions=rope turns pairs, so it must be even")
     if m.max_seq_len is not None and cfg.seq_len > m.max_seq_len:
         raise ValueError(f"seq_len={cfg.seq_len}: longer than model.max_seq_len={m.max_seq_len}")
     for name, rate in {"model.dropout": m.dropout, "model.attention.dropout": a.dropout}.items():
@@ -363,17 +373,18 @@ def validate(cfg: Config) -> None:
 
 
 def check_length(cfg: Config, steps: int) -> None:
-    """Raises ValueError where a schedule is longer than the run."""
+    """Raises ValueError where the run is too long, or a schedule longer than the run."""
     o = cfg.optimizer
+    require("steps", steps, steps < 2**31, "below 2147483648 (2^31), as they are counted in 32 bits")
     if o.warmup_steps > steps > 0:
         raise ValueError(f"optimizer.warmup_steps={o.warmup_steps}: longer than the run of {steps} steps")
     if o.decay_steps is not None:
-        rest = steps - o.warmup_steps
+        most = max(steps - o.warmup_steps, 1)
         require(
             "optimizer.decay_steps",
             o.decay_steps,
-            1 <= o.decay_steps <= max(rest, 1),
-            f"from 1 to {rest}, the steps after warm-up",
+            1 <= o.decay_steps <= most,
+            f"from 1 to {most}, the steps after warm-up",
         )
 
 

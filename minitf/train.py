@@ -190,7 +190,8 @@ def implementation(cfg: Config, mesh: jax.sharding.Mesh) -> str:
 
 
 def prepare(cfg: Config, devices: list | None = None) -> Job:
-    """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for all that a user can mend."""
+    """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for all that a
+    user can mend."""
     corpus = pipeline.load(cfg.data, cfg.model.vocab_size)
     vocab_size = cfg.model.vocab_size or corpus.train.vocab_size
     model = dataclasses.replace(cfg.model, vocab_size=vocab_size, max_seq_len=cfg.model.max_seq_len or cfg.seq_len)

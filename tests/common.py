@@ -95,7 +95,8 @@ def fit(cfg: Config, batches: list, *, mesh: str = "1", params: Any = None) -> t
             jax.random.key(cfg.seed)
         )
         if params is not None:
-            state = dataclasses.replace(state, params=jax.device_put(params, layout.params))
+            copied = jax.tree.map(np.array, params)  # the step gives its buffers away
+            state = dataclasses.replace(state, params=jax.device_put(copied, layout.params))
         step = functools.partial(train.train_step, cfg=cfg, tx=tx, schedule=schedule)
         step = jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
         history = []
@@ -117,6 +118,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float, *, relative_to_la
 
 def run_module(module: str, *args: str, devices: int = 1, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
     """`python -m MODULE ARGS` in a process of its own, with so many simulated devices; text captured."""
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT), **env}
+    inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # compiled as users' runs are
+    environment = {**inherited, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT), **env}
     command = [sys.executable, "-m", module, *map(str, args)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)

@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -21,13 +22,9 @@ from minitf.tables import pick
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     kind: str = "stdlib"  # see DATASETS
-    path: str | None = (
-        None  # of text: a file, a directory or a glob; of tokens: a file, or a directory with train and val
-    )
+    path: str | None = None  # of text: a file, a directory or a glob; of tokens: a file, or a directory of both splits
     val_path: str | None = None  # of the validation split; None: part of path
-    val_fraction: float = (
-        0.1  # for validation: the end of one file, or that share of many files, by a hash of their names
-    )
+    val_fraction: float = 0.1  # for validation: the end of one file, or a share of many, by a hash of their names
     tokenizer: str = "bytes"  # see tokenizer.TOKENIZERS
     token_dtype: str = "uint16"  # of raw token files
     eos_id: int | None = None  # the id that ends a document in token files; None: not known
@@ -108,23 +105,24 @@ def load_stdlib(cfg: DataConfig, vocab_size: int | None) -> Corpus:
 
 
 def read_text(pattern: str, setting: str) -> tuple[Documents, bool]:
-    """The text files that a file, a directory (all files below it) or a glob names, and whether it named one file."""
+    """The text files that a file, a directory (all files below it) or a glob names, and whether it named one file. Their names
+    begin below the directory or the glob's first wildcard: split and checksum are the same wherever the files lie."""
     path = Path(pattern).expanduser()
     if path.is_file():
-        return [(str(path), path.read_bytes())], True
+        return [(path.name, path.read_bytes())], True
     if path.is_dir():
+        root = path
         files = sorted(
             p for p in path.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.relative_to(path).parts)
         )
-        names = [p.relative_to(path).as_posix() for p in files]
     else:
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         files = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(p)]
-        names = [str(p) for p in files]
     if not files:
         raise ValueError(
             f"{setting}={pattern}: no such file, no files in such a directory, and no match of such a glob"
         )
-    return [(n, p.read_bytes()) for n, p in zip(names, files, strict=True)], False
+    return [(p.relative_to(root).as_posix(), p.read_bytes()) for p in files], False
 
 
 def load_text(cfg: DataConfig, vocab_size: int | None) -> Corpus:
@@ -147,8 +145,11 @@ def load_text(cfg: DataConfig, vocab_size: int | None) -> Corpus:
         is_val = [hashed_to_val(name, cfg.val_fraction) for name, _ in train]
         train, val = ([d for d, v in zip(train, is_val, strict=True) if v == want] for want in (False, True))
     if not any(text for _, text in train):
-        raise ValueError(f"data.path={cfg.path}: no text in {len(train)} training file{'s' * (len(train) != 1)}")
+        raise ValueError(f"data.path={cfg.path}: no text in {len(train)} files for training; {len(val)} for validation")
     return from_documents(cfg.path, train, val, cfg)
+
+
+TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int32", "int64")  # little-endian
 
 
 def load_tokens(cfg: DataConfig, vocab_size: int | None) -> Corpus:
@@ -157,12 +158,9 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None) -> Corpus:
         raise ValueError("data.path=None: data.kind=tokens needs a file, or a directory with train.bin and val.bin")
     if vocab_size is None:
         raise ValueError("model.vocab_size=None: data.kind=tokens has no tokenizer to take it from")
-    try:
-        np.dtype(cfg.token_dtype)
-    except TypeError:
-        raise ValueError(
-            f"data.token_dtype={cfg.token_dtype}: no NumPy type; known to work: uint8, uint16, uint32, int32"
-        ) from None
+    pick("data.token_dtype", dict.fromkeys(TOKEN_DTYPES), cfg.token_dtype)
+    if cfg.eos_id is not None and not 0 <= cfg.eos_id < vocab_size:
+        raise ValueError(f"data.eos_id={cfg.eos_id}: must be below model.vocab_size={vocab_size}")
     path = Path(cfg.path).expanduser()
 
     def find(directory: Path, split: str) -> Path:
@@ -173,12 +171,13 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None) -> Corpus:
 
     if not path.exists():
         raise ValueError(f"data.path={cfg.path}: no such file or directory")
-    files = [find(path, "train"), find(path, "val")] if path.is_dir() else [path]
+    files = [find(path, "train") if path.is_dir() else path]
     if cfg.val_path is not None:
-        val_file = Path(cfg.val_path).expanduser()
-        if not val_file.is_file():
+        files.append(Path(cfg.val_path).expanduser())
+        if not files[1].is_file():
             raise ValueError(f"data.val_path={cfg.val_path}: no such file")
-        files = [files[0], val_file]
+    elif path.is_dir():
+        files.append(find(path, "val"))
     stores = [open_tokens(f, cfg.token_dtype, vocab_size, cfg.eos_id) for f in files]
     # Not of the contents: a token file may be larger than the memory. Names, sizes and both ends tell files apart.
     digest = hashlib.sha256()
@@ -189,7 +188,7 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None) -> Corpus:
         cut = int(len(s) * (1 - cfg.val_fraction))
         stores = [
             dataclasses.replace(s, name=f"{s.name} ({n})", ids=ids)
-            for n, ids in (("train", s.ids[:cut]), ("val", s.ids[cut:]))
+            for n, ids in (("train", s.ids[:cut]), (f"val, from token {cut} on", s.ids[cut:]))
         ]
     return Corpus(*stores, None, sum(f.stat().st_size for f in files), digest.hexdigest())
 
@@ -239,10 +238,9 @@ def evaluation_rows(
     """At most batches x batch_size rows (None: all), spread evenly over the store; then rows of weight 0 up to a whole batch."""
     rows = Rows(store, seq_len, isolate=cfg.isolate_documents, tail=True)
     n = len(rows) if batches is None else min(len(rows), batches * batch_size)
-    chosen = [i * len(rows) // n for i in range(n)]
     empty = {k: np.zeros_like(v) for k, v in rows[0].items()}
     padded = -(-n // batch_size) * batch_size
-    return grain.MapDataset.range(padded).map(lambda i: rows[chosen[i]] if i < n else empty)
+    return grain.MapDataset.range(padded).map(lambda i: rows[i * len(rows) // n] if i < n else empty)
 
 
 class HostRows(grain.MapDataset):

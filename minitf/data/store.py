@@ -38,12 +38,15 @@ class Store:
     def knows_documents(self) -> bool:
         return self.offsets is not None or self.eos is not None
 
-    def documents(self, start: int, ids: np.ndarray) -> np.ndarray:
-        """int64 numbers of the documents that the tokens ids = self.ids[start : start + n] belong to."""
+    def begins(self, start: int, ids: np.ndarray) -> np.ndarray:
+        """bool [n]: at which of the tokens ids = self.ids[start : start + n], but the first, a document begins."""
+        out = np.zeros(len(ids), bool)
         if self.offsets is not None:
-            return np.searchsorted(self.offsets, np.arange(start, start + len(ids), dtype=np.int64), side="right")
-        ended = ids == self.eos
-        return np.cumsum(ended) - ended
+            first, end = np.searchsorted(self.offsets, (start + 1, start + len(ids)))
+            out[self.offsets[first:end] - start] = True
+        else:
+            out[1:] = ids[:-1] == self.eos
+        return out
 
 
 def concatenated(name: str, documents: list[np.ndarray], vocab_size: int, dtype: np.dtype, eos: int | None) -> Store:
@@ -58,7 +61,10 @@ def concatenated(name: str, documents: list[np.ndarray], vocab_size: int, dtype:
 def open_tokens(path: Path, dtype: str, vocab_size: int, eos: int | None) -> Store:
     """A flat file of token ids, memory-mapped: `.npy`, or raw little-endian integers of `dtype` (nanoGPT's `.bin`)."""
     if path.suffix == ".npy":
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        try:
+            ids = np.lib.format.open_memmap(path, mode="r")  # maps numbers only: it cannot unpickle
+        except ValueError as e:
+            raise ValueError(f"{path}: no NumPy file of numbers: {e}") from None
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"{path}: holds {ids.dtype}{list(ids.shape)}, not a line of integers")
         return Store(str(path), ids, vocab_size, eos=eos)
@@ -99,28 +105,33 @@ class Rows:
 
     def __getitem__(self, i: Any) -> dict[str, np.ndarray]:
         i = int(i)
+        if not 0 <= i < self._len:
+            raise IndexError(f"row {i} of {self._len}")
         start = i * self._seq_len
-        window = np.asarray(self._store.ids[start : start + self._seq_len + 1]).astype(np.int64)
-        bad = (window < 0) | (window >= self._store.vocab_size)
-        if bad.any():
-            at = int(bad.argmax())
+        window = np.asarray(self._store.ids[start : start + self._seq_len + 1])
+        if window.max() >= self._store.vocab_size or window.min() < 0:
+            at = int(((window < 0) | (window >= self._store.vocab_size)).argmax())
             raise DataError(
                 f"{self._store.name}: id {window[at]} at token {start + at} is not below the vocabulary size {self._store.vocab_size}"
             )
         n = len(window) - 1
-        pad = (0, self._seq_len - n)
+
+        def padded(values: Any, dtype: type) -> np.ndarray:
+            out = np.zeros(self._seq_len, dtype)
+            out[:n] = values
+            return out
+
         row = {
-            "inputs": np.pad(window[:-1], pad).astype(np.int32),
-            "targets": np.pad(window[1:], pad).astype(np.int32),
-            "weights": np.pad(np.ones(n, np.float32), pad),
+            "inputs": padded(window[:-1], np.int32),
+            "targets": padded(window[1:], np.int32),
+            "weights": padded(1, np.float32),
         }
         if self._isolate:
-            documents = self._store.documents(start, window)
-            first = np.flatnonzero(np.r_[True, documents[1:n] != documents[: n - 1]])
-            lengths = np.diff(np.r_[first, n])
-            row["weights"][:n] = documents[1:] == documents[:-1]
-            row["segments"] = np.pad(np.repeat(np.arange(1, len(first) + 1), lengths), pad).astype(np.int32)
-            row["positions"] = np.pad(np.arange(n) - np.repeat(first, lengths), pad).astype(np.int32)
+            begins = self._store.begins(start, window)
+            here = np.arange(n)
+            row["weights"] = padded(~begins[1:], np.float32)
+            row["segments"] = padded(np.cumsum(begins[:n]) + 1, np.int32)
+            row["positions"] = padded(here - np.maximum.accumulate(here * begins[:n]), np.int32)
         return row
 
     def dataset(self) -> grain.MapDataset:

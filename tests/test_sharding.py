@@ -1,0 +1,112 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import MESHES, TINY, assert_close, change, fit, make_mesh, random_batch, random_params
+from jax.sharding import PartitionSpec
+
+from minitf import sharding
+from minitf.model.transformer import model_params
+from minitf.params import Param
+from minitf.sharding import MeshConfig, mesh_shape
+from minitf.sharding import make_mesh as mesh_of
+
+
+@pytest.mark.parametrize(
+    ("cfg", "shape"),
+    [
+        (MeshConfig(), (1, 8, 1)),
+        (MeshConfig(data=-1, fsdp=1), (8, 1, 1)),
+        (MeshConfig(tensor=2), (1, 4, 2)),
+        (MeshConfig(2, 2, 2), (2, 2, 2)),
+        (MeshConfig(data=-1, fsdp=1, tensor=2), (4, 1, 2)),
+    ],
+)
+def test_P55_minus_one_fills_the_rest(cfg, shape):
+    assert mesh_shape(cfg, 8) == shape == tuple(mesh_of(cfg).shape.values())
+
+
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        (MeshConfig(data=3, fsdp=1), ["mesh.data=3", "the product is 3", "8 devices"]),
+        (MeshConfig(data=16, fsdp=1), ["mesh.data=16", "16", "8 devices"]),
+        (MeshConfig(data=3), ["mesh.data=3", "8 devices", "not divisible by 3"]),
+        (MeshConfig(data=-1, fsdp=-1), ["at most one"]),
+    ],
+)
+def test_P55_a_mesh_that_does_not_fit_is_refused(cfg, words):
+    with pytest.raises(ValueError) as e:
+        mesh_shape(cfg, 8)
+    for word in words:
+        assert word in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "message"),
+    [
+        (
+            "1x2x4",
+            {},
+            "blocks/0/attention/k: axis 'kv_heads' has size 2, not divisible by mesh axis 'tensor' of size 4",
+        ),
+        ("fsdp8", dict(dim=20), "axis 'embed' has size 20, not divisible by mesh axis 'fsdp' of size 8"),
+        (
+            "2x2x2",
+            dict(vocab_size=65),
+            "embedding: axis 'vocab' has size 65, not divisible by mesh axis 'tensor' of size 2",
+        ),
+    ],
+)
+def test_P54_a_size_that_does_not_divide_names_parameter_axis_and_sizes(mesh, changes, message):
+    with pytest.raises(ValueError) as e:
+        sharding.shardings(model_params(change(TINY.model, **changes)), make_mesh(mesh))
+    assert message in str(e.value)
+    assert ("model.vocab_size=66" in str(e.value)) == ("vocab" in str(e.value))
+
+
+def test_every_weight_is_spread_over_fsdp_and_tensor():
+    mesh = make_mesh("2x2x2")
+    for p in jax.tree.leaves(model_params(TINY.model), is_leaf=lambda x: isinstance(x, Param)):
+        if p.kind in ("matrix", "embedding", "head"):
+            assert set(sharding.partition(p)) >= {"fsdp", "tensor"}, p
+            assert sharding.shardings(p, mesh).num_devices == 8
+    assert set(sharding.RULES.values()) <= {None, *sharding.AXES}
+
+
+def test_seams_are_identities_without_a_mesh():
+    x = jnp.ones((2, 3, 4))
+    assert sharding.pin(x) is x
+    spec = {"w": Param((4, 4), ("embed", "mlp"), "matrix", inputs=1), "s": Param((4,), ("norm",), "scale")}
+    out = sharding.gather({"w": jnp.ones((4, 4)), "s": jnp.ones(4)}, spec, "bfloat16")
+    assert (out["w"].dtype, out["s"].dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_gather_makes_weights_whole_along_fsdp_only():
+    mesh = make_mesh("2x2x2")
+    spec = Param((16, 32), ("embed", "mlp"), "matrix", inputs=1)
+    w = jax.device_put(np.ones((16, 32), np.float32), sharding.shardings(spec, mesh))
+    with jax.set_mesh(mesh):
+        out = jax.jit(lambda w: sharding.gather(w, spec, "float32"))(w)
+    assert w.sharding.spec == PartitionSpec("fsdp", "tensor")
+    assert out.sharding.shard_shape(out.shape) == (16, 16)
+
+
+def test_table_adds_up_to_the_bytes_on_a_device():
+    specs, mesh = model_params(TINY.model), make_mesh("2x2x2")
+    text = sharding.table(specs, mesh)
+    params = jax.device_put(random_params(TINY.model), sharding.shardings(specs, mesh))
+    local = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(params))
+    assert text.splitlines()[-1].split() == ["total", f"{local:,}"]
+    assert "blocks/0/attention/q" in text
+    assert "(-, fsdp, tensor, -)" in text
+
+
+@pytest.mark.parametrize("mesh", [m for m in MESHES if m != "1"])
+def test_P53_attention_is_the_same_under_tensor_parallelism(mesh):
+    cfg = change(TINY, model__attention__num_kv_heads=4, optimizer__kind="sgd", optimizer__learning_rate=0.1)
+    batches, params = [random_batch(cfg)] * 2, random_params(cfg.model)
+    one, params_1 = fit(cfg, batches, params=params)
+    many, params_n = fit(cfg, batches, params=params, mesh=mesh)
+    assert [m["train/loss"] for m in many] == pytest.approx([m["train/loss"] for m in one], abs=1e-5)
+    assert_close(params_n, params_1, 1e-5)
