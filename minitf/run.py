@@ -16,14 +16,19 @@ def resolve(workdir: str) -> Path:
 
 
 def written_by_us(workdir: Path) -> list[Path]:
-    return [p for name in OURS if os.path.lexists(p := workdir / name)] + sorted(workdir.glob("events.out.tfevents.*"))
+    names = sorted(os.listdir(workdir)) if os.path.isdir(workdir) else []
+    return [workdir / name for name in names if name in OURS or name.startswith("events.out.tfevents.")]
 
 
 def check_free(workdir: Path, overwrite: bool) -> None:
     """Raises ValueError where the directory holds a run that would be mixed with this one, or cannot be a directory."""
     if os.path.exists(workdir) and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir}: is a file")
-    if not overwrite and (found := written_by_us(workdir)):
+    try:
+        found = written_by_us(workdir)
+    except OSError as e:
+        raise ValueError(f"--workdir {workdir}: {e.strerror}") from None
+    if found and not overwrite:
         raise ValueError(
             f"--workdir {workdir}: already holds a run ({', '.join(p.name for p in found)}); give another directory, or "
             "--overwrite to start anew in this one"

@@ -224,7 +224,8 @@ def describe(job: Job) -> str:
         f"attention {', '.join(pattern(cfg.model))}: {chosen} (model.attention.implementation={cfg.model.attention.implementation})",
         sharding.table(job.specs, mesh),
         f"parameters: {count['total']:,} ({count['embedding']:,} embedding, {count['non_embedding']:,} non-embedding)",
-        f"training for {job.steps:,} steps of {cfg.batch_size} x {cfg.seq_len} tokens",
+        f"training for {job.steps:,} steps of {cfg.batch_size} x {cfg.seq_len} tokens, "
+        f"logits of shape [{cfg.batch_size},{cfg.seq_len},{cfg.model.vocab_size}]",
     ]
     if rows < cfg.batch_size:
         lines.append(f"warning: {rows} training rows are fewer than batch_size={cfg.batch_size}: a batch repeats rows")

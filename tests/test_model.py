@@ -170,7 +170,7 @@ def test_P11_softmax_norms_logits_and_loss_are_float32_in_bfloat16_compute(kerne
     assert {dtype for dtype, _ in products if dtype != "float32"} == {"bfloat16"}
     wide = [out for dtype, out in products if dtype == "bfloat16" and str(out.dtype) == "float32"]
     assert any(out.shape[-1] == cfg.model.vocab_size for out in wide)  # logits
-    assert any(out.shape[-2:] == (16, 16) for out in wide)  # scores
+    assert any(out.shape.count(16) == 2 and 64 not in out.shape for out in wide)  # scores
     assert {str(e.outvars[0].aval.dtype) for e in by_name["scan"] if e.outvars} == {"bfloat16"}  # the residual stream
 
 

@@ -271,7 +271,8 @@ def batches(
 ) -> Iterator[dict[str, jax.Array]]:
     """Global batches from number `start` on, as arrays [batch_size, ...] laid out by `sharding`; rows are read ahead on threads."""
     local = host_rows(sharding, batch_size)
-    mine = HostRows(rows, batch_size, local).batch(len(local))[start:]
+    # There is no remainder; Grain counts batches in integers only where it may drop one.
+    mine = HostRows(rows, batch_size, local).batch(len(local), drop_remainder=True)[start:]
     options = grain.ReadOptions(num_threads=cfg.threads, prefetch_buffer_size=cfg.prefetch)
     for batch in mine.to_iter_dataset(options):
         yield {

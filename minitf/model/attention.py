@@ -20,7 +20,7 @@ class AttentionConfig:
     window: int = 256  # positions that a sliding layer sees, its own included
     rope_base: float = 10_000.0  # of RoPE's wavelengths
     bias: str = "none"  # "none", "qkv" or "qkvo": which projections add a bias
-    qk_norm: bool = False  # RMSNorm of queries and keys over the head, before RoPE
+    qk_norm: bool = False  # RMSNorm (epsilon 1e-6) of queries and keys over the head, before RoPE
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     dropout: float | None = None  # of the attention weights; None: model.dropout
     implementation: str = "auto"  # "auto" or one of IMPLEMENTATIONS

@@ -1,0 +1,138 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import TINY, assert_close, change, fit, random_batch, random_params
+
+from minitf import train
+from minitf.model import reference
+from minitf.model.loss import loss_sums, mean, token_sums
+from minitf.model.transformer import hidden
+
+SGD = change(TINY, optimizer__kind="sgd", optimizer__learning_rate=0.1, model__attention__num_kv_heads=4)
+UNEQUAL = np.concatenate([np.arange(16) < 2] * 4 + [np.arange(16) < 6] * 4).reshape(8, 16)  # 2 or 6 valid targets a row
+
+
+def gradients(cfg):
+    return jax.jit(functools.partial(train.gradients, step=0, cfg=cfg))
+
+
+def test_P01_the_combiner_weighs_tokens_not_parts():
+    w = jnp.eye(2, 4) * 0  # equal logits: every token costs ln 4
+    sums = [
+        token_sums(w, jnp.ones((1, n, 2)), jnp.zeros((1, n), int), jnp.full((1, n), c), None)
+        for n, c in ((2, 4), (6, 1))
+    ]
+    total = sum(s["loss"] for s in sums) / np.log(4)
+    assert float(mean(total, jnp.float32(8))) == pytest.approx(1.75, abs=1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_P01_accumulation_does_not_change_loss_or_update(accumulation):
+    batch, params = random_batch(SGD, weights=UNEQUAL), random_params(SGD.model)
+    one, params_1 = fit(SGD, [batch], params=params)
+    many, params_n = fit(change(SGD, accumulation=accumulation), [batch], params=params)
+    assert many[0]["train/loss"] == pytest.approx(one[0]["train/loss"], abs=1e-6)
+    assert_close(params_n, params_1, 1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["data8", "fsdp8"])
+def test_P02_the_spread_over_devices_does_not_change_loss_or_update(mesh):
+    batch, params = random_batch(SGD, weights=UNEQUAL), random_params(SGD.model)
+    one, params_1 = fit(SGD, [batch], params=params)
+    many, params_n = fit(SGD, [batch], params=params, mesh=mesh)
+    assert many[0]["train/loss"] == pytest.approx(one[0]["train/loss"], abs=1e-5)
+    assert_close(params_n, params_1, 1e-5)
+
+
+def test_P03_the_auxiliary_loss_is_kept_apart_and_does_not_shrink_under_accumulation():
+    cfg = change(SGD, loss__z_loss=1e-2)
+    batch, params = random_batch(cfg), random_params(cfg.model)
+    losses, grads = gradients(cfg)(params, batch)
+    losses_4, grads_4 = gradients(change(cfg, accumulation=4))(params, batch)
+    assert_close({**losses, **grads}, {**losses_4, **grads_4}, 1e-6)
+    assert losses["loss"] > 0
+    total = reference.loss_fn(params, batch, cfg.model, z_loss=1e-2)
+    assert float(losses["loss"] + 1e-2 * losses["z_loss"]) == pytest.approx(float(total), abs=1e-5)
+    assert "z_loss" not in gradients(SGD)(params, batch)[0]  # not asked for, not reported
+
+
+def test_P04_a_batch_without_targets_changes_nothing():
+    batches = [random_batch(SGD, 0), random_batch(SGD, 1, weights=np.zeros((8, 16))), random_batch(SGD, 2)]
+    losses, grads = gradients(SGD)(random_params(SGD.model), batches[1])
+    assert float(losses["loss"]) == 0
+    assert all(np.all(np.asarray(g) == 0) for g in jax.tree.leaves(grads))
+    history, params = fit(SGD, batches)
+    assert np.isfinite([m["train/loss"] for m in history]).all()
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(params))
+    assert history[2]["train/loss"] == fit(SGD, [batches[0], batches[2]])[0][1]["train/loss"]
+
+
+def test_P05_the_content_and_length_of_padding_do_not_matter():
+    weights = np.broadcast_to(np.arange(16) < 6, (8, 16))
+    batch, params = random_batch(SGD, weights=weights), random_params(SGD.model)
+    keep = weights.astype(bool)
+    zeroed = {k: jnp.where(keep, v, 0) for k, v in batch.items()}
+    shorter = {k: v[:, :12] for k, v in batch.items()}
+    results = [gradients(SGD)(params, b) for b in (batch, zeroed, shorter)]
+    for losses, grads in results[1:]:
+        assert_close({**losses, **grads}, {**results[0][0], **results[0][1]}, 1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("mesh", "accumulation", "seq_len"), [("1", 1, 16), ("1", 2, 7), ("2x2x2", 2, 16), ("fsdp8", 1, 16)]
+)
+def test_P08_the_untrained_loss_is_the_log_of_the_vocabulary(tied, mesh, accumulation, seq_len):
+    cfg = change(SGD, model__vocab_size=256, model__tie_embeddings=tied, accumulation=accumulation, seq_len=seq_len)
+    params = random_params(cfg.model)
+    name = "embedding" if tied else "head"
+    params[name] = jnp.zeros_like(params[name])
+    history, _ = fit(cfg, [random_batch(cfg)], params=params, mesh=mesh)
+    assert history[0]["train/loss"] == pytest.approx(5.545177, abs=1e-5)
+
+
+def test_P10_masked_targets_may_be_anything():
+    weights = np.ones((8, 16))
+    weights[:, 3:6] = 0
+    batch, params = random_batch(SGD, weights=weights), random_params(SGD.model)
+    batch["targets"] = batch["targets"].at[:, 3:6].set(0)
+    wild = {**batch, "targets": batch["targets"].at[:, 3].set(-1).at[:, 4].set(-100).at[:, 5].set(64)}
+    losses, grads = gradients(SGD)(params, batch)
+    losses_w, grads_w = gradients(SGD)(params, wild)
+    assert_close({**losses_w, **grads_w}, {**losses, **grads}, 0.0)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8, 16, None])
+@pytest.mark.parametrize("changes", [{}, dict(logit_softcap=2.0), dict(tie_embeddings=True)])
+def test_chunked_loss_equals_the_whole_in_value_and_gradient(chunk, changes):
+    cfg = change(SGD.model, **changes)
+    batch, params = random_batch(SGD, weights=UNEQUAL), random_params(cfg)
+
+    def total(params):
+        sums = loss_sums(params, hidden(params, batch["inputs"], cfg), batch["targets"], batch["weights"], cfg, chunk)
+        return sums["loss"] + 0.1 * sums["z_loss"], sums
+
+    def plain(params):
+        logits = reference.model(params, batch["inputs"], cfg)
+        loss = reference.cross_entropy(logits, batch["targets"], batch["weights"]) * batch["weights"].sum()
+        z = (jax.nn.logsumexp(logits, axis=-1) ** 2 * batch["weights"]).sum()
+        return loss + 0.1 * z, {"loss": loss, "z_loss": z}
+
+    (_, sums), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    (_, sums_0), grads_0 = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
+    assert_close({"sums": sums, "grads": grads}, {"sums": sums_0, "grads": grads_0}, 1e-5, relative_to_largest=True)
+
+
+def test_whole_logits_never_exist_in_the_chunked_loss():
+    cfg = change(TINY, model__vocab_size=1024, loss__chunk=4)
+    step = gradients(cfg)
+    text = step.lower(random_params(cfg.model), random_batch(cfg)).compile().as_text()
+    assert "f32[8,4,1024]" in text
+    assert "f32[8,16,1024]" not in text
+    whole = (
+        gradients(change(cfg, loss__chunk=None)).lower(random_params(cfg.model), random_batch(cfg)).compile().as_text()
+    )
+    assert "f32[8,16,1024]" in whole  # so that the search would have found it

@@ -1,0 +1,237 @@
+"""The whole run: data, steps, evaluation, logs; and what must not change it."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from common import MESHES, ROOT, TINY, change, random_params
+
+from minitf import config, run, train
+from minitf.model.transformer import model_params
+from minitf.params import named
+
+TEXT = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(8 * 16 * 5 + 1))  # 40 windows of 16
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "train.txt").write_text(TEXT)
+    (folder / "val.txt").write_text(TEXT[100:400])
+    return folder
+
+
+def text_config(corpus, **changes):
+    cfg = change(
+        TINY,
+        data__kind="text",
+        data__path=str(corpus / "train.txt"),
+        data__val_path=str(corpus / "val.txt"),
+        data__tokenizer="chars",
+        mesh__fsdp=1,
+    )
+    return change(cfg, **changes)
+
+
+def launch(cfg, workdir, *, devices=1, capture=None):
+    """Trains as main does after parsing; (status, metrics.jsonl as dicts)."""
+    config.validate(cfg)
+    job = train.prepare(cfg, jax.devices()[:devices])
+    run.create(workdir, config.to_json(job.cfg))
+    status = train.train(job, workdir)
+    return status, [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def series(lines, tag):
+    return {line["step"]: line[tag] for line in lines if tag in line}
+
+
+def test_P17_steps_schedule_and_evaluations_count_optimizer_steps(corpus, tmp_path):
+    cfg = text_config(
+        corpus, steps=12, accumulation=4, eval_every=6, optimizer__schedule="cosine", optimizer__warmup_steps=4
+    )
+    status, lines = launch(cfg, tmp_path / "w")
+    assert status == 0
+    assert list(series(lines, "train/loss")) == list(range(1, 13))
+    assert list(series(lines, "eval/loss")) == [6, 12]
+    rates = series(lines, "train/learning_rate")
+    assert rates[5] == pytest.approx(1e-3)  # the update after four others: optimizer step 4
+    assert rates[1] == 0
+    assert max(rates, key=rates.get) == 5
+    assert series(lines, "train/tokens_seen")[12] == 12 * 8 * 16
+
+
+def test_P24_evaluation_does_not_change_training(corpus, tmp_path):
+    results = []
+    for i, every in enumerate((5, 3, None)):
+        cfg = text_config(corpus, steps=20, eval_every=every, model__dropout=0.1)
+        _, lines = launch(cfg, tmp_path / str(i))
+        final = {k: v for k, v in lines[-1 if every is None else -2].items() if k.startswith("norm/parameter")}
+        results.append((series(lines, "train/loss"), final))
+        assert len(series(lines, "eval/loss")) == {5: 4, 3: 7, None: 0}[every]
+    assert len(results[0][0]) == 20
+    assert results[0] == results[1] == results[2]
+
+
+def test_P58_one_compilation_of_each_step_over_odd_epochs(corpus, tmp_path, caplog):
+    (tmp_path / "odd.txt").write_text(TEXT[: 41 * 8 + 1][: 8 * 16 * 5 + 1])  # 41 windows of 8, batch 8
+    cfg = text_config(corpus, steps=None, epochs=3.0, seq_len=8, eval_every=5, eval_batches=None)
+    cfg = change(cfg, data__path=str(tmp_path / "odd.txt"))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        status, lines = launch(cfg, tmp_path / "w")
+    assert status == 0
+    assert max(series(lines, "train/loss")) == math.ceil(3 * 41 / 8)
+    compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    for name in ("train_step", "eval_step"):
+        assert sum(name in m for m in compiled) == 1, compiled
+
+
+@pytest.mark.slow
+def test_P58_memory_does_not_grow_with_steps(corpus, tmp_path):
+    import psutil
+
+    job = train.prepare(text_config(corpus, steps=500, log_every=100), jax.devices()[:1])
+    run.create(tmp_path / "w", config.to_json(job.cfg))
+    used = {}
+    write = train.MetricWriter.write
+
+    def recording(self, step, values):
+        used[step] = psutil.Process().memory_info().rss
+        write(self, step, values)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(train.MetricWriter, "write", recording)
+        train.train(job, tmp_path / "w")
+    assert used[500] < 1.05 * used[100]
+
+
+@pytest.mark.parametrize("mesh", [m for m in MESHES if m not in ("1", "1x2x4")])
+def test_a_run_on_a_mesh_has_the_losses_of_one_device(corpus, tmp_path, mesh):
+    cfg = text_config(corpus, steps=5, model__vocab_size=64, eval_every=5)
+    data, fsdp, tensor = MESHES[mesh]
+    _, one = launch(cfg, tmp_path / "one")
+    _, many = launch(change(cfg, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor), tmp_path / "many", devices=8)
+    for tag in ("train/loss", "eval/loss", "eval/bits_per_byte"):
+        assert series(many, tag) == pytest.approx(series(one, tag), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [*(m for m in MESHES if m != "1"), "none given"])
+def test_tiny_has_the_same_first_ten_losses_on_every_mesh(tmp_path, mesh):
+    cfg = config.freeze(config.load_file(str(ROOT / "configs/tiny.py")))
+    cfg = change(cfg, log_every=1, eval_every=None)  # the run's length stays, and with it the schedule
+    losses = {}
+    for name in ("1", mesh):
+        sizes = dict(zip(("mesh__data", "mesh__fsdp", "mesh__tensor"), MESHES.get(name, (1, -1, 1)), strict=True))
+        job = train.prepare(change(cfg, **sizes), jax.devices()[:1] if name == "1" else None)
+        run.create(tmp_path / name, config.to_json(job.cfg))
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(train.MetricWriter, "write", stop_after(10, losses.setdefault(name, [])))
+            with pytest.raises(StopIteration):
+                train.train(job, tmp_path / name)
+    assert len(losses["1"]) == 10
+    assert losses[mesh] == pytest.approx(losses["1"], abs=1e-5)
+
+
+def stop_after(steps, losses):
+    def write(self, step, values):
+        if "train/loss" in values:
+            losses.append(float(values["train/loss"]))
+        if step == steps:
+            raise StopIteration
+
+    return write
+
+
+def test_evaluation_counts_bits_per_byte_of_the_text(corpus):
+    # By hand: the reference's loss over the whole validation text, divided by ln 2; one byte a character.
+    from minitf.data.store import Rows
+    from minitf.model import reference
+
+    job = train.prepare(text_config(corpus), jax.devices()[:1])
+    params = random_params(job.cfg.model)
+    rows = Rows(job.corpus.val, 16, tail=True)
+    nats = 0.0
+    for i in range(len(rows)):
+        row = {k: v[None] for k, v in rows[i].items()}
+        nats += float(reference.loss_fn(params, row, job.cfg.model)) * row["weights"].sum()
+    import functools
+
+    from minitf import sharding
+    from minitf.data import pipeline
+
+    lengths = np.asarray(job.corpus.tokenizer.byte_lengths)
+    with jax.set_mesh(job.mesh):
+        step = jax.jit(functools.partial(train.eval_step, byte_lengths=jax.numpy.asarray(lengths), cfg=job.cfg))
+        data = pipeline.evaluation_rows(job.corpus.val, 16, job.cfg.data, 8, None)
+        values = train.evaluate(
+            step, params, pipeline.batches(data, 8, sharding.batch_sharding(job.mesh), job.cfg.data)
+        )
+    assert values["eval/loss"] == pytest.approx(nats / 299, abs=1e-5)
+    assert values["eval/perplexity"] == pytest.approx(math.exp(nats / 299), rel=1e-4)
+    assert values["eval/bits_per_byte"] == pytest.approx(nats / 299 / math.log(2), abs=1e-5)
+
+
+def test_norms_are_those_of_the_groups(corpus, tmp_path):
+    cfg = text_config(corpus, steps=1, optimizer__kind="sgd", optimizer__learning_rate=1e-9)
+    _, lines = launch(cfg, tmp_path / "w")
+    params = train.P.init(model_params(train.prepare(cfg, jax.devices()[:1]).cfg.model), jax.random.key(0))
+    squares = {}
+    for name, a in named(params):
+        squares[train.group_of(name)] = squares.get(train.group_of(name), 0) + float(
+            (np.asarray(a, np.float64) ** 2).sum()
+        )
+    for group, s in squares.items():
+        assert lines[-1][f"norm/parameter/{group}"] == pytest.approx(math.sqrt(s), rel=1e-5)
+    gradient = math.sqrt(sum(v**2 for k, v in lines[-1].items() if k.startswith("norm/gradient/")))
+    assert lines[-1]["train/grad_norm"] == pytest.approx(gradient, rel=1e-5)
+
+
+def test_modules_import_only_what_stands_above_them():
+    """The order of the house; reference.py and the command lines are apart."""
+    import ast
+
+    order = [
+        *(
+            "tables",
+            "params",
+            "sharding",
+            "model.ops",
+            "model.attention",
+            "model.mlp",
+            "model.transformer",
+            "model.loss",
+        ),
+        *(
+            "data.tokenizer",
+            "data.store",
+            "data.pipeline",
+            "optimizer",
+            "state",
+            "metrics",
+            "distributed",
+            "config",
+            "run",
+            "train",
+        ),
+    ]
+    for path in (ROOT / "minitf").rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT / "minitf").with_suffix("").parts)
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minitf"):
+                base = node.module.removeprefix("minitf").lstrip(".")
+                imported |= {base} if base in order else {f"{base}.{a.name}".lstrip(".") for a in node.names}
+            elif isinstance(node, ast.Import):
+                imported |= {a.name.removeprefix("minitf.") for a in node.names if a.name.startswith("minitf.")}
+        if name.endswith("__init__"):
+            assert not imported, name
+        elif name == "model.reference":
+            assert not imported, f"{name} imports {imported}"
+        else:
+            assert name in order, f"{name} has no place in the order"
+            for other in imported & set(order):
+                assert order.index(other) < order.index(name), f"{name} imports {other}, which stands below it"
+            assert "model.reference" not in imported, name

@@ -1,0 +1,70 @@
+"""The tutorial's five checks, on configs/tutorial.py through the real model and train step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import ROOT, fit, run_module
+
+from minitf import config, params, train
+from minitf.data import pipeline
+from minitf.data.store import Rows
+from minitf.model.transformer import model, model_params
+
+CFG = config.freeze(config.load_file(str(ROOT / "configs/tutorial.py")))
+
+
+@functools.cache
+def tutorial():
+    corpus = pipeline.load(CFG.data, CFG.model.vocab_size)
+    rows = Rows(corpus.train, CFG.seq_len)
+    batch = {k: jnp.stack([rows[0][k], rows[1][k]]) for k in rows[0]}
+    return params.init(model_params(CFG.model), jax.random.key(CFG.seed)), batch
+
+
+def test_inputs_and_targets_are_the_tutorials():
+    inputs = np.arange(2 * 16).reshape(2, 16) % 32
+    np.testing.assert_array_equal(tutorial()[1]["inputs"], inputs)
+    np.testing.assert_array_equal(tutorial()[1]["targets"], (inputs + 1) % 32)
+
+
+def test_logits_have_the_tutorials_shape():
+    weights, batch = tutorial()
+    assert model(weights, batch["inputs"], CFG.model).shape == (2, 16, 32)
+
+
+def test_parameters_and_gradients_are_finite():
+    weights, batch = tutorial()
+    losses, grads = train.gradients(weights, batch, jnp.int32(0), CFG)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves((weights, grads, losses)))
+    assert float(losses["loss"]) == pytest.approx(np.log(32), abs=0.2)
+
+
+def test_a_fixed_batch_is_learnt_by_heart():
+    _, batch = tutorial()
+    history, _ = fit(CFG, [batch] * 1000)
+    assert history[-1]["train/loss"] < 1.3
+    assert history[0]["train/loss"] > 3
+
+
+def test_later_tokens_do_not_change_earlier_logits():
+    weights, batch = tutorial()
+    ids = batch["inputs"]
+    before, after = (model(weights, x, CFG.model) for x in (ids, ids.at[:, 9:].set((ids[:, 9:] + 7) % 32)))
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert not np.array_equal(before[:, 9:], after[:, 9:])
+
+
+def test_the_parameter_count_is_the_tutorials():
+    assert params.count(model_params(CFG.model))["total"] == 103_744
+
+
+def test_the_command_prints_count_and_shape(tmp_path):
+    done = run_module(
+        "minitf.train", "--config", "configs/tutorial.py", "--workdir", tmp_path / "w", "--config.steps=2"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "parameters: 103,744 " in done.stdout
+    assert "[2,16,32]" in done.stdout
