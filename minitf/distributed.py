@@ -7,13 +7,10 @@ from typing import Any
 
 
 class StopRequest:
-    """Becomes true when a signal has asked the run to end after the step at hand."""
+    """Names the signal that has asked the run to end after the step at hand; None: go on."""
 
     def __init__(self):
         self.signal: str | None = None
-
-    def __bool__(self) -> bool:
-        return self.signal is not None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 import datetime
 import json
+import logging
+import math
 import sys
 import time
 from pathlib import Path
@@ -82,6 +84,7 @@ class MetricWriter:
         import tensorboardX
         from tqdm import tqdm
 
+        logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # a NaN is logged by us, not once for each tag
         self._steps = steps
         # Events reach the disk every few seconds: a killed process loses no more.
         self._tensorboard = tensorboardX.SummaryWriter(str(workdir), flush_secs=10)
@@ -94,9 +97,10 @@ class MetricWriter:
     def write(self, step: int, values: dict[str, Any]) -> None:
         values = {tag: np.asarray(v).item() for tag, v in values.items()}
         for tag, value in values.items():
-            # NaN is what it is; tensorboardX would print a notice for each.
             self._tensorboard.add_scalar(tag, value, step)
-        self._jsonl.write(json.dumps({"step": step, **values}) + "\n")
+        # JSON has no NaN and no infinity: null.
+        finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
+        self._jsonl.write(json.dumps({"step": step, **finite}) + "\n")
         self._jsonl.flush()
         self._show(step, values)
 

@@ -29,6 +29,15 @@ RULES: dict[str, str | None] = {  # logical axis of a Param -> mesh axis
 }
 
 
+SETTINGS = {  # logical axis -> the setting that sizes it
+    "vocab": "model.vocab_size",
+    "embed": "model.dim",
+    "heads": "model.attention.num_heads",
+    "kv_heads": "model.attention.num_kv_heads",
+    "mlp": "model.mlp.hidden",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     data: int = 1  # replicas of the parameters; -1: the devices that the others leave
@@ -75,9 +84,9 @@ def check_divisible(specs: Any, mesh: Mesh) -> None:
             mesh_axis = RULES[axis]
             n = 1 if mesh_axis is None else mesh.shape[mesh_axis]
             if size % n:
-                hint = f"; model.vocab_size={-(-size // n) * n} would be" if axis == "vocab" else ""
+                fix = f"{SETTINGS[axis]}={size} with mesh.{mesh_axis}={n}; the next that divides is {-(-size // n) * n}"
                 raise ValueError(
-                    f"{name}: axis {axis!r} has size {size}, not divisible by mesh axis {mesh_axis!r} of size {n}{hint}"
+                    f"{name}: axis {axis!r} has size {size}, not divisible by mesh axis {mesh_axis!r} of size {n} ({fix})"
                 )
 
 

@@ -323,20 +323,22 @@ def train(job: Job, workdir: Path) -> int:
                     began = time.perf_counter()
                     batch = next(batches)
                     waited += time.perf_counter() - began
+                stopping = stop.signal  # read once: it may change at any time
                 due = cfg.eval_every is not None and (step % cfg.eval_every == 0 or step == job.steps)
-                if due or stop or step == job.steps:
+                if due or stopping or step == job.steps:
                     finish(*pending)
                     pending = None
                 if due:
                     began = time.perf_counter()
                     writer.write(step, evaluation())
                     since += time.perf_counter() - began
-                if stop:
-                    writer.say(f"stopped by {stop.signal} after step {step} of {job.steps}")
-                    return INTERRUPTED if step < job.steps else 0
+                if stopping and step < job.steps:
+                    writer.say(f"stopped by {stopping} after step {step} of {job.steps}")
+                    return INTERRUPTED
             return 0
         except NonFinite as e:
-            writer.say(f"error: not finite at {e}")
+            writer.close()
+            print(f"error: not finite at {e}", file=sys.stderr)
             return NONFINITE
         finally:
             writer.close()

@@ -105,7 +105,7 @@ class CharTokenizer:
         points = code_points(text, source)
         known = np.array([ord(c) for c in self.alphabet], np.uint32)
         ids = np.searchsorted(known, points)
-        unknown = (ids == len(known)) | (known[np.minimum(ids, len(known) - 1)] != points)
+        unknown = known[np.minimum(ids, len(known) - 1)] != points
         if unknown.any():
             at = int(unknown.argmax())
             raise ValueError(

@@ -1,0 +1,67 @@
+"""tools.benchmark: what it measures, two sides in turns, and a mistake in its arguments."""
+
+import json
+
+import pytest
+from common import run_module
+
+FIELDS = (
+    "tokens_per_s tokens_per_s_best step_time_s step_time_s_best cpu_time_per_step_s mfu mfu_causal peak_flops compile_s "
+    "temp_bytes argument_bytes peak_rss_bytes parameters"
+).split()
+
+
+def benchmark(*args: str):
+    return run_module("tools.benchmark", "--config", "configs/tutorial.py", *args)
+
+
+def measured(*args: str) -> dict:
+    done = benchmark("--json", *args)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_one_config_gives_every_figure():
+    result = measured("--steps", "4")
+    assert all(result[name] > 0 for name in FIELDS), result
+    assert result["parameters"] == 103_744  # the README's count of the tutorial's model
+    assert result["steps"] == 4
+    assert result["minor_faults_per_step"] >= 0
+    assert result["skipped_steps"] == 0
+    assert result["step_time_s_best"] <= result["step_time_s"]
+    assert result["tokens_per_s"] == pytest.approx(result["tokens_per_step"] / result["step_time_s"])
+    assert result["mfu_causal"] < result["mfu"] < 1
+
+
+def test_two_configs_take_turns_and_overrides_reach_their_side():
+    result = measured("--steps", "2", "--rounds", "2", "--config.batch_size=4", "--against.model.num_layers=1")
+    a, b, ratio = result["a"], result["b"], result["ratio"]
+    assert a["tokens_per_step"] == b["tokens_per_step"] == 4 * 16
+    assert b["parameters"] < a["parameters"] == 103_744
+    assert a["steps"] == b["steps"] == 4
+    assert len(ratio["rounds"]) == 2
+    assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
+
+
+def test_compile_times_by_depth():
+    result = measured("--depths", "1,2", "--rounds", "1")
+    assert list(result["compile_s"]) == ["1", "2"]
+    assert result["ratio"]["median"] == pytest.approx(result["compile_s"]["2"] / result["compile_s"]["1"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--config.model.dmi=8",), "--config.model.dmi: no setting 'dmi' in model"),
+        (("--against.model.remat=ful",), "second side (configs/tutorial.py): unknown model.remat 'ful'"),
+        (("--against", "configs/tutoral.py"), "configs/tutoral.py: no such file"),
+        (("--depths", "4,48", "--against.batch_size=4"), "--depths: looks at one config"),
+        (("--config.batch_size=3", "--against.data.kind=tokens"), "data.path=None"),  # found by the second process
+    ],
+)
+def test_a_mistake_gives_one_message_and_status_2(args, message):
+    done = benchmark(*args)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
