@@ -192,7 +192,10 @@ def implementation(cfg: Config, mesh: jax.sharding.Mesh) -> str:
 def prepare(cfg: Config, devices: list | None = None) -> Job:
     """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for all that a
     user can mend."""
-    corpus = pipeline.load(cfg.data, cfg.model.vocab_size)
+    try:
+        corpus = pipeline.load(cfg.data, cfg.model.vocab_size)
+    except (OSError, RuntimeError) as e:  # a file that cannot be read, a home that does not exist
+        raise ValueError(f"data.path={cfg.data.path}: {e}") from None
     vocab_size = cfg.model.vocab_size or corpus.train.vocab_size
     model = dataclasses.replace(cfg.model, vocab_size=vocab_size, max_seq_len=cfg.model.max_seq_len or cfg.seq_len)
     cfg = dataclasses.replace(cfg, model=model)
