@@ -1,6 +1,7 @@
 """Trains a model: python -m minitf.train --config configs/tiny.py [--workdir DIR] [--config.NAME=VALUE ...]"""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import math
@@ -235,55 +236,80 @@ def describe(job: Job) -> str:
     return "\n".join(lines)
 
 
+class Program(NamedTuple):
+    """A job's functions, jitted. They run inside `surroundings`."""
+
+    init: Callable[[jax.Array], TrainState]  # (key): born sharded, never whole on one device
+    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]  # gives the state's buffers away
+    evaluate: Callable[[Any, Batch], dict[str, jax.Array]]
+
+
+def program(job: Job) -> Program:
+    cfg, tokenizer = job.cfg, job.corpus.tokenizer
+    schedule = make_schedule(cfg.optimizer, job.steps)
+    tx = make_optimizer(cfg.optimizer, job.specs, schedule)
+    layout = state_shardings(job.specs, tx, job.mesh)
+    lengths = None
+    if tokenizer is not None:
+        lengths = jnp.pad(tokenizer.byte_lengths, (0, cfg.model.vocab_size - tokenizer.vocab_size))
+    init = functools.partial(init_state, specs=job.specs, tx=tx)
+    step = functools.partial(train_step, cfg=cfg, tx=tx, schedule=schedule)
+    return Program(
+        jax.jit(init, out_shardings=layout),
+        jax.jit(step, donate_argnums=0, out_shardings=(layout, None)),
+        jax.jit(functools.partial(eval_step, byte_lengths=lengths, cfg=cfg)),
+    )
+
+
+@contextlib.contextmanager
+def surroundings(job: Job) -> Iterator[None]:
+    """The mesh, and products in float32 where the config asks for float32: TPUs and GPUs would use fewer bits."""
+    with (
+        jax.set_mesh(job.mesh),
+        jax.default_matmul_precision("highest" if job.cfg.model.dtype == "float32" else "default"),
+    ):
+        yield
+
+
+def training_batches(job: Job, start: int = 0) -> Iterator[Batch]:
+    """The global batches from number `start` on."""
+    cfg = job.cfg
+    rows = pipeline.training_rows(job.corpus.train, cfg.seq_len, cfg.data, cfg.seed)
+    return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data, start)
+
+
+def evaluation_batches(job: Job) -> Iterator[Batch]:
+    cfg = job.cfg
+    rows = pipeline.evaluation_rows(job.corpus.val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
+    return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data)
+
+
 class NonFinite(Exception):
     """A loss or gradient that is not finite where the config says to stop."""
 
 
 def train(job: Job, workdir: Path) -> int:
     """Trains to the last step and returns the exit status; metrics and logs go to the work directory."""
-    cfg, corpus, mesh, specs = job.cfg, job.corpus, job.mesh, job.specs
-    schedule = make_schedule(cfg.optimizer, job.steps)
-    tx = make_optimizer(cfg.optimizer, specs, schedule)
-    layout = state_shardings(specs, tx, mesh)
-    batch_layout = sharding.batch_sharding(mesh)
-    counts = P.count(specs)
+    cfg = job.cfg
     tokens_a_step = cfg.batch_size * cfg.seq_len
-    flops = flops_per_token(cfg.model, specs, cfg.seq_len)
+    flops = flops_per_token(cfg.model, job.specs, cfg.seq_len)
+    functions = program(job)
 
-    # A number that asks for float32 gets it: TPUs and GPUs would use fewer bits by default.
-    precision = jax.default_matmul_precision("highest" if cfg.model.dtype == "float32" else "default")
-    with jax.set_mesh(mesh), precision, stop_on_signals() as stop:
-        init = jax.jit(functools.partial(init_state, specs=specs, tx=tx), out_shardings=layout)
-        state = init(jax.random.key(cfg.seed))  # born sharded: never whole on one device
-
-        rows = pipeline.training_rows(corpus.train, cfg.seq_len, cfg.data, cfg.seed)
-        batches = pipeline.batches(rows, cfg.batch_size, batch_layout, cfg.data)
-        lengths = None
-        if corpus.tokenizer is not None:
-            lengths = jnp.pad(corpus.tokenizer.byte_lengths, (0, cfg.model.vocab_size - corpus.tokenizer.vocab_size))
-        eval_fn = jax.jit(functools.partial(eval_step, byte_lengths=lengths, cfg=cfg))
-
-        def evaluation() -> dict[str, float]:
-            rows = pipeline.evaluation_rows(corpus.val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
-            return evaluate(eval_fn, state.params, pipeline.batches(rows, cfg.batch_size, batch_layout, cfg.data))
-
+    with surroundings(job), stop_on_signals() as stop:
+        state = functions.init(jax.random.key(cfg.seed))
+        batches = training_batches(job)
         writer = MetricWriter(workdir, job.steps)
         try:
             writer.text("config", config_lib.to_json(cfg))
-            writer.write(0, {f"params/{name}": n for name, n in counts.items()})
+            writer.write(0, {f"params/{name}": n for name, n in P.count(job.specs).items()})
             if job.steps == 0:
                 writer.say("0 steps: nothing to train")
                 return 0
-            peak = peak_flops(list(mesh.devices.flat), cfg.model.dtype)
+            peak = peak_flops(list(job.mesh.devices.flat), cfg.model.dtype)
 
             batch = next(batches)
             start = time.perf_counter()
-            step_fn = jax.jit(
-                functools.partial(train_step, cfg=cfg, tx=tx, schedule=schedule),
-                donate_argnums=0,
-                out_shardings=(layout, None),
-            )
-            step_fn = step_fn.lower(state, batch).compile()  # once: a batch of another shape would be an error
+            step_fn = functions.step.lower(state, batch).compile()  # once: a batch of another shape would be an error
             compile_time = time.perf_counter() - start
             writer.say(f"compiled in {compile_time:.1f} s")
 
@@ -333,7 +359,7 @@ def train(job: Job, workdir: Path) -> int:
                     pending = None
                 if due:
                     began = time.perf_counter()
-                    writer.write(step, evaluation())
+                    writer.write(step, evaluate(functions.evaluate, state.params, evaluation_batches(job)))
                     since += time.perf_counter() - began
                 if stopping and step < job.steps:
                     writer.say(f"stopped by {stopping} after step {step} of {job.steps}")
