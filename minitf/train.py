@@ -29,7 +29,7 @@ from minitf.model import attention
 from minitf.model.loss import loss_sums, mean
 from minitf.model.transformer import flops_per_token, hidden, model_params, pattern
 from minitf.optimizer import make_optimizer, make_schedule
-from minitf.state import TrainState, init_state, state_shardings
+from minitf.state import TrainState, abstract_state, init_state, state_shardings
 
 Batch = dict[str, jax.Array]
 INTERRUPTED, NONFINITE = 3, 4  # exit statuses
@@ -239,6 +239,7 @@ def describe(job: Job) -> str:
 class Program(NamedTuple):
     """A job's functions, jitted. They run inside `surroundings`."""
 
+    state: TrainState  # of jax.ShapeDtypeStruct with shardings: what init gives
     init: Callable[[jax.Array], TrainState]  # (key): born sharded, never whole on one device
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]  # gives the state's buffers away
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]]
@@ -252,10 +253,16 @@ def program(job: Job) -> Program:
     lengths = None
     if tokenizer is not None:
         lengths = jnp.pad(tokenizer.byte_lengths, (0, cfg.model.vocab_size - tokenizer.vocab_size))
+    state = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(job.specs, tx), layout
+    )
     init = functools.partial(init_state, specs=job.specs, tx=tx)
     step = functools.partial(train_step, cfg=cfg, tx=tx, schedule=schedule)
+    # A CPU's compiler spends longer on the random numbers of the start than on the step, unless told not to.
+    options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
     return Program(
-        jax.jit(init, out_shardings=layout),
+        state,
+        jax.jit(init, out_shardings=layout, compiler_options=options),
         jax.jit(step, donate_argnums=0, out_shardings=(layout, None)),
         jax.jit(functools.partial(eval_step, byte_lengths=lengths, cfg=cfg)),
     )

@@ -12,7 +12,9 @@ FIELDS = (
 
 
 def benchmark(*args: str):
-    return run_module("tools.benchmark", "--config", "configs/tutorial.py", *args)
+    # Compilation is most of the time here, and how fast the step runs is not looked at.
+    flags = "--xla_backend_optimization_level=0"
+    return run_module("tools.benchmark", "--config", "configs/tutorial.py", *args, XLA_FLAGS=flags)
 
 
 def measured(*args: str) -> dict:
@@ -53,10 +55,8 @@ def test_compile_times_by_depth():
     ("args", "message"),
     [
         (("--config.model.dmi=8",), "--config.model.dmi: no setting 'dmi' in model"),
-        (("--against.model.remat=ful",), "second side (configs/tutorial.py): unknown model.remat 'ful'"),
-        (("--against", "configs/tutoral.py"), "configs/tutoral.py: no such file"),
-        (("--depths", "4,48", "--against.batch_size=4"), "--depths: looks at one config"),
-        (("--config.batch_size=3", "--against.data.kind=tokens"), "data.path=None"),  # found by the second process
+        (("--against.model.remat=ful",), "second side (configs/tutorial.py): model.remat: unknown kind 'ful'"),
+        (("--against.batch_size=4", "--depths", "4,48"), "--depths: looks at one config"),
     ],
 )
 def test_a_mistake_gives_one_message_and_status_2(args, message):

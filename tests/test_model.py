@@ -103,6 +103,20 @@ def test_kernels_agree_in_value_and_gradient(window, segmented):
     assert_close(run("xla"), run("reference"), 1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_splash_interpreted_equals_the_reference(window, segmented, cap, monkeypatch):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
+    monkeypatch.setattr(kernel, "make_splash_mha", functools.partial(kernel.make_splash_mha, interpret=True))
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (2, 128, heads, 128)) for key, heads in zip(keys, (4, 2, 2), strict=True))
+    mask = Mask(window, jnp.repeat(jnp.asarray([[1, 2], [3, 4]]), 64, axis=1) if segmented else None)
+    y, y_0 = (f(q, k, v, mask, cap, None, 0.0) for f in (attention.splash_mix, attention.reference_mix))
+    np.testing.assert_allclose(y, y_0, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [{}, dict(softcap=True), dict(dropout=True)])
 def test_an_explicit_kernel_is_never_replaced(rows):
     needs = dict(dtype="float32", softcap=False, dropout=False, segments=False, devices=1) | rows
@@ -203,11 +217,6 @@ def test_P11_small_updates_are_not_lost_in_bfloat16_compute():
 DROPPED = change(TINY, model__dropout=0.5, model__attention__num_kv_heads=4)
 
 
-def masks(cfg, step=0, rows=(0, 1)):
-    keys = train.dropout_keys(cfg, jnp.int32(step), jnp.asarray(rows))
-    return hidden(random_params(cfg.model), tokens(cfg), cfg.model, dropout_keys=keys)
-
-
 def test_P21_masks_differ_by_step_row_and_seed_and_repeat():
     same = jnp.stack([tokens(DROPPED)[0]] * 2)  # equal rows: a difference is the mask's
     run = lambda step, rows, seed=0: np.asarray(
@@ -226,18 +235,20 @@ def test_P21_masks_differ_by_step_row_and_seed_and_repeat():
     np.testing.assert_array_equal(first[0], run(0, (5, 0))[1])  # the row's number decides, not its place
 
 
-def test_P21_masks_differ_by_layer_and_site(monkeypatch):
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_P21_the_step_draws_a_mask_for_each_row_layer_and_site(accumulation, monkeypatch):
     used = []
-    record = lambda keys, x, rate: (
-        jax.debug.callback(lambda k: used.append(k.tobytes()), jax.random.key_data(keys)),
-        x,
-    )[1]
+
+    def record(keys, x, rate):
+        jax.debug.callback(lambda data: used.extend(map(bytes, data)), jax.random.key_data(keys))
+        return x
+
     monkeypatch.setattr("minitf.model.transformer.dropout", record)
     monkeypatch.setattr("minitf.model.attention.dropout", record)
-    masks(change(DROPPED, model__num_layers=3))
+    cfg = change(DROPPED, model__num_layers=3, accumulation=accumulation)
+    train.gradients(random_params(cfg.model), random_batch(cfg), jnp.int32(0), cfg)
     jax.effects_barrier()
-    assert len(used) == 1 + 3 * 3  # the embedding; three sites in each of three layers
-    assert len(set(used)) == len(used)
+    assert len(set(used)) == 8 * (1 + 3 * 3)  # rows x (the embedding; three sites in each of three layers)
 
 
 @pytest.mark.parametrize(("mesh", "accumulation"), [("1", 4), ("data8", 1), ("2x2x2", 2), ("1x2x4", 4)])

@@ -1,0 +1,1 @@
+"""Command lines around minitf: they import it, it never imports them."""

@@ -1,0 +1,376 @@
+"""Measures a config's real train step on its real data: alone, in turns with a second config, or its compilation by depth.
+
+python -m tools.benchmark --config configs/tiny.py
+python -m tools.benchmark --config configs/tiny.py --against configs/tutorial.py
+python -m tools.benchmark --config configs/tiny.py --against.model.remat=full --rounds 9
+python -m tools.benchmark --config configs/tiny.py --depths 4,48
+
+`--config.NAME=VALUE` changes a setting of both sides, `--against.NAME=VALUE` of the second alone; --json prints one object.
+The sides of a comparison take turns, A B A B, each in a process of its own that stays alive: both meet the same disturbances,
+neither the other's compilations, caches and freed memory, and what counts is the ratio of each round. Each ratio needs a spread
+well below itself: where others use the machine, raise --rounds before --steps. Two processes need a device that they can share
+(CPU, GPU). configs/tiny.py takes half a minute on two CPU cores, compared with itself a minute and a half. No file is written.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from minitf import config as config_lib
+from minitf import params as P
+from minitf.config import Config
+from minitf.metrics import PEAK_FLOPS, human, peak_flops
+from minitf.model.transformer import flops_per_token, model_params
+from minitf.state import TrainState
+from minitf.train import Batch, Job, implementation, prepare, program, surroundings, training_batches
+
+WARM_UP = 2  # steps before the first that counts
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in one unit of ru_maxrss
+
+
+# ---- one process: compile, run, measure
+
+
+@dataclasses.dataclass
+class Bench:
+    """A job under way: each step takes the state and leaves the next."""
+
+    job: Job
+    step: jax.stages.Compiled
+    compile_s: float  # trace, lowering and compilation of the step
+    batches: Iterator[Batch]
+    state: TrainState
+
+
+def compile_step(job: Job) -> tuple[jax.stages.Compiled, float]:
+    """The step that training runs, compiled before any state exists, and the seconds that it took."""
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), next(training_batches(job))
+    )
+    functions = program(job)
+    with surroundings(job):
+        began = time.perf_counter()
+        compiled = functions.step.lower(functions.state, batch).compile()
+        return compiled, time.perf_counter() - began
+
+
+def start(job: Job) -> Bench:
+    step, seconds = compile_step(job)
+    with surroundings(job):
+        return Bench(job, step, seconds, training_batches(job), program(job).init(jax.random.key(job.cfg.seed)))
+
+
+def facts(bench: Bench) -> dict[str, Any]:
+    """What holds for every step: sizes, rates and what the compiler says."""
+    cfg, mesh, specs = bench.job.cfg, bench.job.mesh, bench.job.specs
+    devices = list(mesh.devices.flat)
+    memory = bench.step.memory_analysis()
+    return {
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "attention": implementation(cfg, mesh),
+        "parameters": P.count(specs)["total"],
+        "tokens_per_step": cfg.batch_size * cfg.seq_len,
+        "flops_per_token": flops_per_token(cfg.model, specs, cfg.seq_len),
+        "flops_per_token_causal": flops_per_token(cfg.model, specs, cfg.seq_len, causal=True),
+        "peak_flops": peak_flops(devices, cfg.model.dtype),
+        "peak_source": "data sheet, bfloat16"
+        if devices[0].device_kind in PEAK_FLOPS
+        else f"measured, {cfg.model.dtype}",
+        "compile_s": bench.compile_s,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+    }
+
+
+def run(bench: Bench, steps: int) -> dict[str, Any]:
+    """Wall time of each of the next steps, the process's CPU time (all threads) and page faults, its peak size so far."""
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    cpu = time.process_time()
+    times, batch, last = [], next(bench.batches), time.perf_counter()
+    for _ in range(steps):
+        bench.state, metrics = bench.step(bench.state, batch)
+        batch = next(bench.batches)  # while the step runs, as in the training loop
+        # Awaited here, not one step later: a CPU may run a step inside its dispatch, and times would belong to other steps.
+        jax.block_until_ready(metrics)
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "times": times,
+        "cpu_s": time.process_time() - cpu,
+        "minor_faults": usage.ru_minflt - faults,
+        "peak_rss_bytes": usage.ru_maxrss * RSS_UNIT,
+        "skipped_steps": int(bench.state.skipped),
+    }
+
+
+def summary(facts: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    times = [t for r in runs for t in r["times"]]
+    median, best, tokens = statistics.median(times), min(times), facts["tokens_per_step"]
+    return facts | {
+        "steps": len(times),
+        "step_time_s": median,
+        "step_time_s_best": best,
+        "cpu_time_per_step_s": sum(r["cpu_s"] for r in runs) / len(times),
+        "tokens_per_s": tokens / median,
+        "tokens_per_s_best": tokens / best,
+        "mfu": facts["flops_per_token"] * tokens / median / facts["peak_flops"],
+        "mfu_causal": facts["flops_per_token_causal"] * tokens / median / facts["peak_flops"],
+        "minor_faults_per_step": sum(r["minor_faults"] for r in runs) / len(times),
+        "peak_rss_bytes": max(r["peak_rss_bytes"] for r in runs),
+        "skipped_steps": runs[-1]["skipped_steps"],
+    }
+
+
+# ---- two processes in turns
+
+
+def worker() -> None:
+    """Reads a config as JSON in one line and answers with its facts; then for each line "N" runs N steps and answers with
+    their times. An answer is a line of JSON on what was stdout; whatever else is printed goes to stderr."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def answer(value: dict[str, Any]) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    try:
+        bench = start(prepare(config_lib.freeze(json.loads(sys.stdin.readline()))))
+        answer(facts(bench))
+        for line in sys.stdin:
+            answer(run(bench, int(line)))
+    except ValueError as e:
+        answer({"error": str(e)})
+
+
+class Side:
+    """A worker's process, seen from the parent."""
+
+    def __init__(self, name: str, cfg: Config):
+        self._name = name
+        # A GPU's memory is for both; by default the first process would take most of it.
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
+        command = [sys.executable, "-m", "tools.benchmark", "--worker"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        )
+        self.facts = self._ask(json.dumps(dataclasses.asdict(cfg)))
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        print(line, file=self._process.stdin, flush=True)
+        text = self._process.stdout.readline()
+        if not text:
+            raise RuntimeError(f"the process of {self._name} ended with status {self._process.wait()}")
+        answer = json.loads(text)
+        if "error" in answer:
+            raise ValueError(f"{self._name}: {answer['error']}")
+        return answer
+
+    def run(self, steps: int) -> dict[str, Any]:
+        return self._ask(str(steps))
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def ratios(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Second to first of each round, their median and their spread."""
+    each = [b / a for a, b in pairs]
+    return {"median": statistics.median(each), "min": min(each), "max": max(each), "rounds": each}
+
+
+def compare(configs: dict[str, Config], steps: int, rounds: int) -> dict[str, Any]:
+    """Both sides' summaries, and the ratio of their step times, B to A."""
+    sides: dict[str, Side] = {}
+    try:
+        for name, cfg in configs.items():
+            sides[name] = Side(name, cfg)
+            sides[name].run(WARM_UP)
+        runs = [{name: side.run(steps) for name, side in sides.items()} for _ in range(rounds)]
+    finally:
+        for side in sides.values():
+            side.close()
+    a, b = (summary(side.facts, [r[name] for r in runs]) for name, side in sides.items())
+    wall = [tuple(statistics.median(r["times"]) for r in round.values()) for round in runs]
+    cpu = [tuple(r["cpu_s"] for r in round.values()) for round in runs]
+    return {"a": a, "b": b, "ratio": ratios(wall), "cpu_ratio": ratios(cpu)}
+
+
+# ---- compilation against depth
+
+
+def with_layers(job: Job, layers: int) -> Job:
+    model = dataclasses.replace(job.cfg.model, num_layers=layers)
+    cfg = dataclasses.replace(job.cfg, model=model)
+    config_lib.validate(cfg)
+    return job._replace(cfg=cfg, specs=model_params(model))
+
+
+def compile_times(job: Job, depths: list[int], rounds: int) -> dict[str, Any]:
+    """Seconds from trace to executable at these numbers of layers, in turns, and the ratio of the last to the first."""
+    jobs = {n: with_layers(job, n) for n in depths}
+    compile_step(jobs[depths[0]])  # what only the first compilation of a process pays
+    wall: dict[int, list[float]] = {n: [] for n in depths}
+    cpu: dict[int, list[float]] = {n: [] for n in depths}
+    for _ in range(rounds):
+        for n, each in jobs.items():
+            jax.clear_caches()
+            began = time.process_time()
+            wall[n].append(compile_step(each)[1])
+            cpu[n].append(time.process_time() - began)
+    first, last = depths[0], depths[-1]
+    return {
+        "compile_s": {str(n): statistics.median(s) for n, s in wall.items()},
+        "ratio": ratios(list(zip(wall[first], wall[last], strict=True))),
+        "cpu_ratio": ratios(list(zip(cpu[first], cpu[last], strict=True))),
+    }
+
+
+# ---- what is printed
+
+ROWS = {
+    "parameters": lambda s: f"{s['parameters']:,}",
+    "tokens per step": lambda s: f"{s['tokens_per_step']:,}",
+    "attention": lambda s: s["attention"],
+    "compile time": lambda s: f"{s['compile_s']:.2f} s",
+    "steps measured": lambda s: f"{s['steps']}",
+    "step time, median": lambda s: f"{s['step_time_s'] * 1e3:.4g} ms",
+    "step time, best": lambda s: f"{s['step_time_s_best'] * 1e3:.4g} ms",
+    "CPU time per step": lambda s: f"{s['cpu_time_per_step_s'] * 1e3:.4g} ms in all threads",
+    "tokens/s, median": lambda s: f"{s['tokens_per_s']:,.0f}",
+    "tokens/s, best": lambda s: f"{s['tokens_per_s_best']:,.0f}",
+    "peak FLOP/s": lambda s: f"{human(s['peak_flops'])} ({s['peak_source']})",
+    "MFU, full square": lambda s: f"{s['mfu']:.1%}",
+    "MFU, causal": lambda s: f"{s['mfu_causal']:.1%}",
+    "step's buffers": lambda s: f"{human(s['temp_bytes'])}B temporary + {human(s['argument_bytes'])}B arguments",
+    "process, peak size": lambda s: f"{human(s['peak_rss_bytes'])}B",
+    "page faults per step": lambda s: f"{s['minor_faults_per_step']:,.0f} minor",
+}
+
+
+def table(columns: dict[str, dict[str, Any]]) -> str:
+    lines = [("", *columns)] + [(label, *(show(s) for s in columns.values())) for label, show in ROWS.items()]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    for name, s in columns.items():
+        if s["skipped_steps"]:
+            text.append(f"warning: {name}: {s['skipped_steps']} steps were not finite, and skipped their update")
+    return "\n".join(text)
+
+
+def spread(ratio: dict[str, Any]) -> str:
+    return f"{ratio['median']:.3f} (median of {len(ratio['rounds'])} rounds, {ratio['min']:.3f} to {ratio['max']:.3f})"
+
+
+# ---- the command line
+
+
+def whole(text: str) -> int:
+    n = int(text)
+    if n < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return n
+
+
+def depths(text: str) -> list[int]:
+    numbers = [whole(n) for n in text.split(",")]
+    if len(set(numbers)) != len(numbers) or len(numbers) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: must be two or more different numbers of layers, as in 4,48")
+    return numbers
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmark",
+        description="Measures a config's real train step on its real data.",
+        epilog="--config.NAME=VALUE changes a setting of both sides, --against.NAME=VALUE of the second alone.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="a Python file with get_config()")
+    parser.add_argument(
+        "--against", metavar="FILE", help="a second one, in turns (default where --against.NAME is given: the first)"
+    )
+    parser.add_argument(
+        "--depths", type=depths, metavar="N,N", help="compile at these numbers of layers, and run nothing"
+    )
+    parser.add_argument("--steps", type=whole, default=10, metavar="N", help="steps of a side in a round (default: 10)")
+    parser.add_argument("--rounds", type=whole, default=5, metavar="N", help="of --against and --depths (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Config]]:
+    """The arguments and the configs of one side or two, by the name that the table gives them."""
+    parser = make_parser()
+    own = [word for word in argv if word.startswith("--against.")]
+    for word in own:
+        if "=" not in word:
+            raise ValueError(f"{word}: write --against.NAME=VALUE")
+    shared = [word for word in argv if word not in own]
+    args, cfg = config_lib.parse_args(shared, parser)
+    if args.against is None and not own:
+        return args, {args.config: cfg}
+    file = args.against or args.config
+    overrides = [word.replace("--against.", "--config.", 1) for word in own]
+    try:
+        _, other = config_lib.parse_args([*shared, *overrides, f"--config={file}"], parser)
+    except ValueError as e:
+        raise ValueError(f"second side ({file}): {e}") from None
+    changes = " ".join(word.removeprefix("--against.") for word in own)
+    return args, {f"A: {args.config}": cfg, f"B: {file} {changes}".rstrip(): other}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    jax.config.update("jax_enable_compilation_cache", False)  # a compilation that is read from disk takes no time
+    if argv == ["--worker"]:
+        worker()
+        return 0
+    try:
+        args, configs = parse(argv)
+        if len(configs) == 2:
+            if args.depths:
+                raise ValueError("--depths: looks at one config; leave out --against")
+            result = compare(configs, args.steps, args.rounds)
+            text = f"{table(dict(zip(configs, (result['a'], result['b']), strict=True)))}\n\n"
+            text += f"step time B/A: {spread(result['ratio'])}\nCPU time B/A:  {spread(result['cpu_ratio'])}"
+        elif args.depths:
+            (cfg,) = configs.values()
+            result = compile_times(prepare(cfg), args.depths, args.rounds)
+            first, last = args.depths[0], args.depths[-1]
+            text = "\n".join(f"{n:>6} layers: compiled in {s:.2f} s" for n, s in result["compile_s"].items())
+            text += f"\nwall time {last}/{first} layers: {spread(result['ratio'])}"
+            text += f"\nCPU time {last}/{first} layers:  {spread(result['cpu_ratio'])}"
+        else:
+            ((name, cfg),) = configs.items()
+            bench = start(prepare(cfg))
+            fixed = facts(bench)
+            run(bench, WARM_UP)
+            result = summary(fixed, [run(bench, args.steps)])
+            text = table({name: result})
+        print(json.dumps(result) if args.json else text)
+    except ValueError as e:
+        config_lib.fail(str(e))
+    except RuntimeError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
