@@ -110,8 +110,9 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def constrain(x: jax.Array, spec: P) -> jax.Array:
-    """`with_sharding_constraint`; without a mesh (unit tests, one device) the identity."""
-    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, spec)
+    """`with_sharding_constraint`; without a mesh or on one device the identity, so that no activation is kept twice."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty or mesh.size == 1 else jax.lax.with_sharding_constraint(x, spec)
 
 
 def pin(x: jax.Array) -> jax.Array:

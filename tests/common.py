@@ -21,7 +21,7 @@ from minitf.model.mlp import MlpConfig
 from minitf.model.transformer import ModelConfig, model_params
 from minitf.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from minitf.sharding import MeshConfig
-from minitf.state import init_state, state_shardings
+from minitf.state import TrainState, state_shardings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -83,22 +83,31 @@ def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> Any:
     return tree.unflatten([a + scale * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
 
 
+@functools.cache
+def initial_params(cfg: Config) -> Any:
+    return jax.tree.map(np.asarray, P.init(model_params(cfg.model), jax.random.key(cfg.seed)))
+
+
+@functools.cache
+def jitted_step(cfg: Config, mesh_name: str, steps: int) -> tuple:
+    """(mesh, initial state of parameters, train step), jitted; shared by tests that use the same."""
+    specs = model_params(cfg.model)
+    schedule = make_schedule(cfg.optimizer, steps)
+    tx = make_optimizer(cfg.optimizer, specs, schedule)
+    mesh = make_mesh(mesh_name)
+    layout = state_shardings(specs, tx, mesh)
+    state = lambda params: TrainState(jnp.int32(0), jnp.int32(0), params, tx.init(params))
+    step = functools.partial(train.train_step, cfg=cfg, tx=tx, schedule=schedule)
+    return mesh, jax.jit(state, out_shardings=layout), jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
+
+
 def fit(cfg: Config, batches: list, *, mesh: str = "1", params: Any = None) -> tuple[list[dict[str, float]], Any]:
     """(metrics of each step, parameters at the end) of the real train step over these batches, on a mesh."""
-    specs = model_params(cfg.model)
-    schedule = make_schedule(cfg.optimizer, len(batches) if cfg.steps is None else cfg.steps)
-    tx = make_optimizer(cfg.optimizer, specs, schedule)
-    mesh = make_mesh(mesh)
-    layout = state_shardings(specs, tx, mesh)
+    mesh, start, step = jitted_step(cfg, mesh, len(batches) if cfg.steps is None else cfg.steps)
+    # Copied: the step gives its buffers away.
+    params = jax.tree.map(np.array, initial_params(cfg) if params is None else params)
     with jax.set_mesh(mesh):
-        state = jax.jit(functools.partial(init_state, specs=specs, tx=tx), out_shardings=layout)(
-            jax.random.key(cfg.seed)
-        )
-        if params is not None:
-            copied = jax.tree.map(np.array, params)  # the step gives its buffers away
-            state = dataclasses.replace(state, params=jax.device_put(copied, layout.params))
-        step = functools.partial(train.train_step, cfg=cfg, tx=tx, schedule=schedule)
-        step = jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
+        state = start(params)
         history = []
         for batch in batches:
             state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(mesh)))

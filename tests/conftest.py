@@ -1,6 +1,7 @@
 """Eight simulated devices in this process, and code that compiles fast; both must be set before JAX starts."""
 
 import os
+import tempfile
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -8,3 +9,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile much and compute little. MINITF_TEST_OPTIMIZED=1 compiles as a real run does.
 if not os.environ.get("MINITF_TEST_OPTIMIZED"):
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+# Many tests train the same little model: one compiles it for all of them, the other workers' processes too.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    CACHE = tempfile.TemporaryDirectory(prefix="minitf-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

@@ -15,6 +15,7 @@ SGD = change(TINY, optimizer__kind="sgd", optimizer__learning_rate=0.1, model__a
 UNEQUAL = np.concatenate([np.arange(16) < 2] * 4 + [np.arange(16) < 6] * 4).reshape(8, 16)  # 2 or 6 valid targets a row
 
 
+@functools.cache
 def gradients(cfg):
     return jax.jit(functools.partial(train.gradients, step=0, cfg=cfg))
 

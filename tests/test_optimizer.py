@@ -92,8 +92,9 @@ def test_a_stack_is_updated_like_its_layers_apart(kind):
     def three_steps(specs, params):
         tx = make_optimizer(cfg, specs, make_schedule(cfg, 10))
         state = tx.init(params)
+        start = params
         for i in range(3):
-            grads = jax.tree.map(lambda a, i=i: jnp.sin(a * (100 + i)), params)
+            grads = jax.tree.map(lambda a, i=i: jnp.sin(a * (100 + i)), start)
             updates, state = tx.update(grads, state, params)
             params = optax.apply_updates(params, updates)
         return params

@@ -12,7 +12,7 @@ from minitf.model.transformer import ModelConfig, head_logits, head_weight
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     z_loss: float | None = None  # weight of the mean squared log-partition (PaLM, arXiv:2204.02311); None: not formed
-    chunk: int | None = 512  # positions whose logits exist at once; None: all
+    chunk: int | None = 1024  # positions whose logits exist at once; fewer save memory, and cost time; None: all
 
 
 def token_sums(
