@@ -45,6 +45,7 @@ def test_two_configs_take_turns_and_overrides_reach_their_side():
     assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
 
 
+@pytest.mark.slow
 def test_compile_times_by_depth():
     result = measured("--depths", "1,2", "--rounds", "1")
     assert list(result["compile_s"]) == ["1", "2"]

@@ -129,7 +129,7 @@ def test_the_state_lies_like_its_parameters(kind):
         assert jax.tree.map(lambda a: a.sharding, state) == layout
 
 
-@pytest.mark.parametrize("mesh", ["data8", "fsdp8", "2x2x2"])
+@pytest.mark.parametrize("mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("data8", "fsdp8")), "2x2x2"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_updates_are_the_same_on_every_mesh(kind, mesh):
     cfg = change(TINY, optimizer=OptimizerConfig(kind=kind, learning_rate=0.01, schedule="constant"))

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import MESHES, TINY, assert_close, change, fit, make_mesh, random_batch, random_params
+from common import TINY, assert_close, change, fit, make_mesh, random_batch, random_params
 from jax.sharding import PartitionSpec
 
 from minitf import sharding
@@ -96,7 +96,7 @@ def test_table_adds_up_to_the_bytes_on_a_device():
     assert "(-, fsdp, tensor, -)" in text
 
 
-@pytest.mark.parametrize("mesh", [m for m in MESHES if m != "1"])
+@pytest.mark.parametrize("mesh", ["2x2x2", "1x2x4"])
 def test_P53_attention_is_the_same_under_tensor_parallelism(mesh):
     cfg = change(TINY, model__attention__num_kv_heads=4, optimizer__kind="sgd", optimizer__learning_rate=0.1)
     batches, params = [random_batch(cfg)] * 2, random_params(cfg.model)

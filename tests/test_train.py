@@ -107,7 +107,7 @@ def test_P58_memory_does_not_grow_with_steps(corpus, tmp_path):
     assert used[500] < 1.05 * used[100]
 
 
-@pytest.mark.parametrize("mesh", [m for m in MESHES if m not in ("1", "1x2x4")])
+@pytest.mark.parametrize("mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("data8", "fsdp8")), "2x2x2"])
 def test_a_run_on_a_mesh_has_the_losses_of_one_device(corpus, tmp_path, mesh):
     cfg = text_config(corpus, steps=5, model__vocab_size=64, eval_every=5)
     data, fsdp, tensor = MESHES[mesh]
