@@ -2,11 +2,12 @@
 
 import json
 import math
+import os
 
 import jax
 import numpy as np
 import pytest
-from common import MESHES, ROOT, TINY, change, random_params
+from common import MESHES, ROOT, TINY, change, random_params, run_module
 
 from minitf import config, run, train
 from minitf.model.transformer import model_params
@@ -133,6 +134,40 @@ def test_tiny_has_the_same_first_ten_losses_on_every_mesh(tmp_path, mesh):
                 train.train(job, tmp_path / name)
     assert len(losses["1"]) == 10
     assert losses[mesh] == pytest.approx(losses["1"], abs=1e-5)
+
+
+def entropies(corpus):
+    """Cross-entropy in nats of the validation bytes under unigram and bigram counts of the training bytes (add-one)."""
+    train_ids, val_ids = (np.asarray(s.ids, np.int64) for s in (corpus.train, corpus.val))
+    V = corpus.tokenizer.vocab_size
+    one = np.bincount(train_ids, minlength=V) + 1.0
+    two = np.bincount(train_ids[:-1] * V + train_ids[1:], minlength=V * V).reshape(V, V) + 1.0
+    unigram = -np.log(one / one.sum())[val_ids[1:]].mean()
+    bigram = -np.log(two / two.sum(1, keepdims=True))[val_ids[:-1], val_ids[1:]].mean()
+    return unigram, bigram
+
+
+@pytest.mark.slow
+def test_tiny_passes_unigram_and_bigram_entropy(tmp_path):
+    cfg = config.freeze(config.load_file(str(ROOT / "configs/tiny.py")))
+    unigram, bigram = entropies(train.prepare(cfg, jax.devices()[:1]).corpus)
+    assert 2 < bigram < unigram < 4
+    done = run_module("minitf.train", "--config", "configs/tiny.py", "--workdir", tmp_path / "w")
+    assert done.returncode == 0, done.stderr
+    losses = series([json.loads(line) for line in (tmp_path / "w/metrics.jsonl").read_text().splitlines()], "eval/loss")
+    assert losses[50] < unigram
+    assert losses[300] < bigram
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("MINITF_TINYSHAKESPEARE" not in os.environ, reason="MINITF_TINYSHAKESPEARE names no file")
+def test_char_cpu_reaches_nanogpts_loss(tmp_path):
+    path = f"--config.data.path={os.environ['MINITF_TINYSHAKESPEARE']}"
+    done = run_module("minitf.train", "--config", "configs/char_cpu.py", "--workdir", tmp_path / "w", path)
+    assert done.returncode == 0, done.stderr
+    assert "parameters: 804,096 " in done.stdout
+    losses = series([json.loads(line) for line in (tmp_path / "w/metrics.jsonl").read_text().splitlines()], "eval/loss")
+    assert losses[2000] <= 1.94
 
 
 def stop_after(steps, losses):
