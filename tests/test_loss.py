@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import TINY, assert_close, change, fit, random_batch, random_params
+from common import TINY, assert_close, change, fit, initial_params, random_batch, random_params
 
 from minitf import train
 from minitf.model import reference
@@ -33,9 +33,9 @@ def test_P01_the_combiner_weighs_tokens_not_parts():
 @pytest.mark.parametrize("accumulation", [2, 4])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [0, 4, 1, 5, 2, 6, 3, 7]])  # unequal parts for any cut
 def test_P01_accumulation_does_not_change_loss_or_update(accumulation, order):
-    batch, params = random_batch(SGD, weights=UNEQUAL[order]), random_params(SGD.model)
-    one, params_1 = fit(SGD, [batch], params=params)
-    many, params_n = fit(change(SGD, accumulation=accumulation), [batch], params=params)
+    batch = random_batch(SGD, weights=UNEQUAL[order])
+    one, params_1 = fit(SGD, [batch])
+    many, params_n = fit(change(SGD, accumulation=accumulation), [batch])
     assert many[0]["train/loss"] == pytest.approx(one[0]["train/loss"], abs=1e-6)
     assert_close(params_n, params_1, 1e-6)
 
@@ -51,7 +51,7 @@ def test_P02_the_spread_over_devices_does_not_change_loss_or_update(mesh):
 
 def test_P03_the_auxiliary_loss_is_kept_apart_and_does_not_shrink_under_accumulation():
     cfg = change(SGD, loss__z_loss=1e-2)
-    batch, params = random_batch(cfg), random_params(cfg.model)
+    batch, params = random_batch(cfg), initial_params(cfg)
     losses, grads = gradients(cfg)(params, batch)
     losses_4, grads_4 = gradients(change(cfg, accumulation=4))(params, batch)
     assert_close({**losses, **grads}, {**losses_4, **grads_4}, 1e-6)
