@@ -158,6 +158,7 @@ class Job(NamedTuple):
 
     cfg: Config  # resolved
     steps: int
+    rows: int  # of the training split
     corpus: pipeline.Corpus
     mesh: jax.sharding.Mesh
     specs: Any
@@ -211,28 +212,29 @@ def prepare(cfg: Config, devices: list | None = None) -> Job:
     mesh = sharding.make_mesh(cfg.mesh, devices)
     specs = model_params(model)
     check_mesh(cfg, mesh, specs)
-    return Job(cfg, steps, corpus, mesh, specs)
+    return Job(cfg, steps, rows, corpus, mesh, specs)
 
 
 def describe(job: Job) -> str:
     """What a run says before it compiles."""
     cfg, corpus, mesh = job.cfg, job.corpus, job.mesh
     count = P.count(job.specs)
-    rows = (len(corpus.train) - 1) // cfg.seq_len
     chosen = implementation(cfg, mesh)
     kind, axes = mesh.devices.flat[0].device_kind, ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
     lines = [
         f"minitf {minitf.__version__}, JAX {jax.__version__}, devices: {mesh.size} x {kind}, mesh {axes}",
         f"data {cfg.data.kind}: {corpus.size:,} bytes, sha256 {corpus.sha256[:16]}, {len(corpus.train):,} training and "
-        f"{len(corpus.val):,} validation tokens, {rows:,} rows of {cfg.seq_len}",
+        f"{len(corpus.val):,} validation tokens, {job.rows:,} rows of {cfg.seq_len}",
         f"attention {', '.join(pattern(cfg.model))}: {chosen} (model.attention.implementation={cfg.model.attention.implementation})",
         sharding.table(job.specs, mesh),
         f"parameters: {count['total']:,} ({count['embedding']:,} embedding, {count['non_embedding']:,} non-embedding)",
         f"training for {job.steps:,} steps of {cfg.batch_size} x {cfg.seq_len} tokens, "
         f"logits of shape [{cfg.batch_size},{cfg.seq_len},{cfg.model.vocab_size}]",
     ]
-    if rows < cfg.batch_size:
-        lines.append(f"warning: {rows} training rows are fewer than batch_size={cfg.batch_size}: a batch repeats rows")
+    if job.rows < cfg.batch_size:
+        lines.append(
+            f"warning: {job.rows} training rows are fewer than batch_size={cfg.batch_size}: a batch repeats rows"
+        )
     return "\n".join(lines)
 
 

@@ -75,6 +75,12 @@ def hashed_to_val(name: str, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < fraction * 2**32
 
 
+def split_by_name(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
+    """(training, validation) documents."""
+    is_val = [hashed_to_val(name, fraction) for name, _ in documents]
+    return tuple([d for d, v in zip(documents, is_val, strict=True) if v == want] for want in (False, True))
+
+
 # Tests, tables and generated files of the standard library: no text to learn from.
 SKIPPED_DIRS = frozenset(
     "site-packages dist-packages __pycache__ test tests idle_test idlelib lib2to3 turtledemo pydoc_data ensurepip encodings".split()
@@ -99,9 +105,7 @@ def load_stdlib(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     documents = list(stdlib_documents(root))
     if not documents:
         raise ValueError(f"data.kind=stdlib: no *.py files in {root}; use data.kind=text with data.path")
-    is_val = [hashed_to_val(name, STDLIB_VAL_FRACTION) for name, _ in documents]
-    train, val = ([d for d, v in zip(documents, is_val, strict=True) if v == want] for want in (False, True))
-    return from_documents("the standard library", train, val, cfg)
+    return from_documents("the standard library", *split_by_name(documents, STDLIB_VAL_FRACTION), cfg)
 
 
 def read_text(pattern: str, setting: str) -> tuple[Documents, bool]:
@@ -142,8 +146,7 @@ def load_text(cfg: DataConfig, vocab_size: int | None) -> Corpus:
             cut = int(len(text) * share)
         train, val = [(name, text[:cut])], [(name, text[cut:])]
     else:
-        is_val = [hashed_to_val(name, cfg.val_fraction) for name, _ in train]
-        train, val = ([d for d, v in zip(train, is_val, strict=True) if v == want] for want in (False, True))
+        train, val = split_by_name(train, cfg.val_fraction)
     if not any(text for _, text in train):
         raise ValueError(f"data.path={cfg.path}: no text in {len(train)} files for training; {len(val)} for validation")
     return from_documents(cfg.path, train, val, cfg)
