@@ -17,8 +17,10 @@ from typing import Any, NoReturn
 import ml_collections
 from ml_collections import config_dict
 
+from minitf.checkpoint import CheckpointConfig
 from minitf.data.pipeline import DATASETS, DataConfig
 from minitf.data.tokenizer import TOKENIZERS
+from minitf.distributed import WatchdogConfig
 from minitf.model.attention import ATTENTION, IMPLEMENTATIONS, sizes
 from minitf.model.loss import LossConfig
 from minitf.model.mlp import MLP
@@ -41,11 +43,18 @@ class Config:
     log_every: int = 10  # steps
     eval_every: int | None = 100  # steps; also after the last; None: never
     eval_batches: int | None = 20  # batches of an evaluation, spread over the validation split; None: all of it
+    init_from: str | None = None  # work directory whose parameters a new run starts from; optimizer and step start anew
+    max_run_time: str | None = (
+        None  # of this process, as in 11h30m: then it saves and ends with status 3; None: no limit
+    )
+    compilation_cache: str | None = None  # directory of compiled programs; None: beside the work directory; none: off
     mesh: MeshConfig = MeshConfig()
     model: ModelConfig = ModelConfig()
     loss: LossConfig = LossConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
 
 # ---- dataclasses <-> ConfigDict
@@ -121,6 +130,16 @@ def freeze(tree: Any, cls: type = Config, prefix: str = "") -> Any:
         else:
             raise ValueError(f"{full}={value!r}: is a section; set its settings: {', '.join(hints(kind))}")
     return cls(**values)
+
+
+def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
+    """Every setting by its dotted name."""
+    values = {}
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        nested = dataclasses.is_dataclass(value)
+        values |= flat(value, f"{prefix}{field.name}.") if nested else {prefix + field.name: value}
+    return values
 
 
 def to_json(cfg: Config) -> str:
@@ -270,6 +289,14 @@ def fail(message: str) -> NoReturn:
 # ---- checks that need no JAX
 
 
+def seconds(name: str, text: str) -> float:
+    """Seconds of a time such as 11h30m, 90m or 1d12h. Raises ValueError naming the setting."""
+    parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    if not parts or not any(parts.groups()):
+        raise ValueError(f"{name}={text}: must be a time such as 11h30m, 90m or 45s")
+    return sum(int(n or 0) * unit for n, unit in zip(parts.groups(), (86400, 3600, 60, 1), strict=True))
+
+
 def require(name: str, value: Any, ok: bool, constraint: str) -> None:
     if not ok:
         raise ValueError(f"{name}={value}: must be {constraint}")
@@ -294,6 +321,7 @@ def validate(cfg: Config) -> None:
     whole |= {f"model.attention.{n}": getattr(a, n) for n in ("num_heads", "num_kv_heads", "head_dim", "window")}
     whole |= {"model.mlp.hidden": m.mlp.hidden, "loss.chunk": cfg.loss.chunk}
     whole |= {"data.threads": d.threads, "data.prefetch": d.prefetch}
+    whole |= {f"checkpoint.{n}": getattr(cfg.checkpoint, n) for n in ("every", "keep", "keep_every", "keep_best")}
     for name, value in whole.items():
         require(name, value, value is None or value >= 1, "at least 1")
     for name, value in {"seed": cfg.seed, "data.seed": d.seed}.items():
@@ -356,6 +384,8 @@ def validate(cfg: Config) -> None:
     }
     positive |= {"model.attention.rope_base": a.rope_base, "loss.z_loss": cfg.loss.z_loss, "optimizer.eps": o.eps}
     positive |= {"optimizer.learning_rate": o.learning_rate, "optimizer.clip_norm": o.clip_norm}
+    positive |= {"checkpoint.every_minutes": cfg.checkpoint.every_minutes}
+    positive |= {"watchdog.factor": cfg.watchdog.factor, "watchdog.at_least": cfg.watchdog.at_least}
     for name, value in positive.items():
         require(name, value, value is None or 0 < value < math.inf, "a number above 0")
     for name, value in {
@@ -368,6 +398,10 @@ def validate(cfg: Config) -> None:
         require(f"optimizer.{name}", value, value is None or 0 <= value < 1, "at least 0 and below 1")
     require("optimizer.warmup_steps", o.warmup_steps, o.warmup_steps >= 0, "at least 0")
     require("data.val_fraction", d.val_fraction, 0 < d.val_fraction < 1, "above 0 and below 1")
+    if cfg.max_run_time is not None:
+        require("max_run_time", cfg.max_run_time, seconds("max_run_time", cfg.max_run_time) > 0, "above 0")
+    if cfg.checkpoint.keep_best is not None and cfg.eval_every is None:
+        raise ValueError(f"checkpoint.keep_best={cfg.checkpoint.keep_best} has no effect where eval_every=None")
     if cfg.steps is not None:
         check_length(cfg, cfg.steps)
 

@@ -1,17 +1,20 @@
-"""Numbers of a run: written once, to TensorBoard, JSON lines and the terminal; and the machine's peak rate."""
+"""Numbers of a run: written once, to TensorBoard, JSON lines and the terminal; the events of its life; and the machine's
+peak rate."""
 
+import contextlib
 import datetime
 import json
 import logging
 import math
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 # Dense bfloat16 FLOP/s of one JAX device, by `device_kind`. Sources: cloud.google.com/tpu/docs (system architecture, per chip;
 # v2, v3 and 7x list two devices a chip) and NVIDIA's data sheets (without sparsity).
@@ -76,32 +79,171 @@ def duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
+def json_lines(path: epath.Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none where there is no file. A line that a kill has torn is left out."""
+    lines = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
+
+
+def write_whole(path: epath.Path, text: str) -> None:
+    """Replaces a file by one of this text: at no time is there a part of it."""
+    new = path.parent / f"{path.name}.new"
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
+class JsonLines:
+    """Appends objects to a file as JSON lines, each on the disk at once; of the lines that it has, those stay for which
+    `keep` is true. An object store has no appending: there the file is written anew at every `flush`, which the run calls at
+    each save."""
+
+    def __init__(self, path: epath.Path, keep: Callable[[dict[str, Any]], bool] = lambda value: True):
+        self._path = path
+        self._lines = "".join(json.dumps(x) + "\n" for x in json_lines(path) if keep(x))
+        self._file = None
+        if is_local(path):
+            write_whole(path, self._lines)
+            self._file = open(path, "a", encoding="utf-8")
+            self._lines = ""
+
+    def add(self, value: dict[str, Any]) -> None:
+        line = json.dumps(value) + "\n"
+        if self._file is not None:
+            self._file.write(line)
+            self._file.flush()
+        else:
+            self._lines += line
+
+    def flush(self) -> None:
+        if self._file is None:
+            self._path.write_text(self._lines)
+
+    def close(self) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+
+
+def is_local(path: epath.Path) -> bool:
+    """Whether the path is a file's of this machine, not of an object store."""
+    return "://" not in str(path)
+
+
+class Events(JsonLines):
+    """The life of a run in events.jsonl: objects with `time` (seconds since 1970), `event`, and what belongs to it."""
+
+    def add(self, event: str, **fields: Any) -> None:
+        super().add({"time": time.time(), "event": event, **fields})
+
+    @contextlib.contextmanager
+    def timed(self, event: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Records the beginning, and the end with its `seconds` and what the block puts into the dict that it gets; a kill
+        in between leaves the beginning alone."""
+        self.add(event, state="begin", **fields)
+        start, more = time.perf_counter(), {}
+        yield more
+        more["seconds"] = time.perf_counter() - start
+        self.add(event, state="end", **fields, **more)
+
+
+class StepClock:
+    """Times the steps since the last lap; evaluation and saving lie between laps."""
+
+    def __init__(self, step: int):
+        self.start(step)
+
+    def start(self, step: int) -> None:
+        self._step, self._since, self._waited = step, time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the block as waiting for data."""
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+
+    def lap(self, step: int) -> dict[str, float]:
+        """Steps first..last since the last lap, their seconds, and how many of these were spent waiting for data."""
+        took = {
+            "first": self._step + 1,
+            "last": step,
+            "seconds": time.perf_counter() - self._since,
+            "data_wait": self._waited,
+        }
+        self.start(step)
+        return took
+
+
+class TensorBoard:
+    """An event file of TensorBoard's. Events are written by the caller's thread, so that after `flush` they are on the disk and
+    an error is the caller's; tensorboardX's own SummaryWriter keeps some in a queue, and hangs once its thread has died."""
+
+    FLUSH = 10.0  # seconds: a killed process loses no more
+
+    def __init__(self, directory: epath.Path, purge_step: int):
+        """Readers hide what older event files hold of `purge_step` and later."""
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._summary, self._event = summary, Event
+        # The name has the second; readers take files in the order of their names.
+        self._file = EventsWriter(str(directory / "events"), f".{time.time_ns() % 10**9:09d}")
+        self._flushed = time.monotonic()
+        self._write(purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def _write(self, step: int, **content: Any) -> None:
+        self._file.write_event(self._event(wall_time=time.time(), step=step, **content))
+        if time.monotonic() - self._flushed > self.FLUSH:
+            self.flush()
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        parts = [self._summary.scalar(tag, value) for tag, value in values.items()]
+        for part in parts[1:]:
+            parts[0].MergeFrom(part)
+        self._write(step, summary=parts[0])
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """A monospaced text."""
+        self._write(step, summary=self._summary.text(tag, "\n".join("    " + line for line in text.splitlines())))
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class MetricWriter:
     """Writes scalars of a step to TensorBoard's event files, to metrics.jsonl and to the terminal: a live bar where the
-    output is one, plain lines elsewhere. Only process 0 makes one."""
+    output is one, plain lines elsewhere. Only process 0 makes one.
 
-    def __init__(self, workdir: Path, steps: int, *, stream: TextIO | None = None):
-        import tensorboardX
+    `start`: the step after which a resumed run goes on; what was written for later steps, and lost, is taken away. None: all.
+    """
+
+    def __init__(self, workdir: epath.Path, steps: int, *, start: int | None = None, stream: TextIO | None = None):
         from tqdm import tqdm
 
         logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # a NaN is logged by us, not once for each tag
         self._steps = steps
-        # Events reach the disk every few seconds: a killed process loses no more.
-        self._tensorboard = tensorboardX.SummaryWriter(str(workdir), flush_secs=10)
-        self._jsonl = open(workdir / "metrics.jsonl", "a", encoding="utf-8")
+        first = 0 if start is None else start + 1
+        self._tensorboard = TensorBoard(workdir, purge_step=first)
+        self._jsonl = JsonLines(workdir / "metrics.jsonl", keep=lambda line: line["step"] < first)
         self._stream = stream or sys.stdout
-        self._bar = (
-            tqdm(total=steps, unit="step", dynamic_ncols=True, file=self._stream) if self._stream.isatty() else None
-        )
+        self._bar = None
+        if self._stream.isatty():
+            self._bar = tqdm(total=steps, initial=start or 0, unit="step", dynamic_ncols=True, file=self._stream)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         values = {tag: np.asarray(v).item() for tag, v in values.items()}
-        for tag, value in values.items():
-            self._tensorboard.add_scalar(tag, value, step)
+        self._tensorboard.scalars(step, values)
         # JSON has no NaN and no infinity: null.
         finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
-        self._jsonl.write(json.dumps({"step": step, **finite}) + "\n")
-        self._jsonl.flush()
+        self._jsonl.add({"step": step, **finite})
         self._show(step, values)
 
     def _show(self, step: int, values: dict[str, Any]) -> None:
@@ -134,12 +276,18 @@ class MetricWriter:
         else:
             print(text, file=self._stream, flush=True)
 
-    def text(self, tag: str, text: str) -> None:
+    def text(self, step: int, tag: str, text: str) -> None:
         """A monospaced text in TensorBoard."""
-        self._tensorboard.add_text(tag, "\n".join("    " + line for line in text.splitlines()), 0)
+        self._tensorboard.text(step, tag, text)
+
+    def flush(self) -> None:
+        """Brings all that was written to the disk."""
+        self._jsonl.flush()
+        self._tensorboard.flush()
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
         self._jsonl.close()
         self._tensorboard.close()

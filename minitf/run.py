@@ -1,47 +1,338 @@
-"""The work directory of a run."""
+"""The work directory of a run: who writes in it, what it holds, whether a run may go on in it, and its model."""
 
+import contextlib
+import json
 import os
 import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
-OURS = ("config.json", "metrics.jsonl", "events.jsonl", "checkpoints")  # and TensorBoard's event files
+import jax
+from etils import epath
+
+from minitf import config as config_lib
+from minitf import params as P
+from minitf.checkpoint import Checkpoints, DamagedError, check_fit
+from minitf.config import Config
+from minitf.distributed import start_ticks
+from minitf.metrics import is_local, json_lines, write_whole
+from minitf.model.transformer import model_params
+from minitf.sharding import MeshConfig, make_mesh, shardings
+
+LOCK = "lock.json"
+OURS = ("config.json", "metrics.jsonl", "events.jsonl", "checkpoints", "damaged")  # and TensorBoard's event files
 
 
-def resolve(workdir: str) -> Path:
-    """The absolute path of a work directory given in any form: relative, with a tilde, through a link."""
+def resolve(workdir: str, setting: str = "--workdir") -> epath.Path:
+    """The absolute path of a work directory given in any form: relative, with a tilde, through a link, an object store's."""
     try:
-        return Path(workdir).expanduser().resolve()
-    except RuntimeError as e:  # no such user, a loop of links
-        raise ValueError(f"--workdir {workdir}: {e}") from None
+        return epath.Path(workdir) if "://" in workdir else epath.Path(Path(workdir).expanduser().resolve())
+    except (RuntimeError, KeyError) as e:  # no such user, a loop of links, an unknown scheme
+        raise ValueError(f"{setting} {workdir}: {e}") from None
 
 
-def written_by_us(workdir: Path) -> list[Path]:
-    names = sorted(os.listdir(workdir)) if os.path.isdir(workdir) else []
+# ---- one run at a time
+
+RENEWED = 10.0  # seconds between two signs of life in the lock
+STALE = 60.0  # seconds without one after which a run on another machine counts as dead
+JOB_IDS = ("MINITF_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # a scheduler's requeue keeps its job's id
+
+
+def ourselves() -> dict[str, Any]:
+    """What tells this process from all others."""
+
+    def read(f: Callable[[str], str], path: str) -> str | None:
+        try:
+            return f(path).strip()
+        except OSError:  # not Linux
+            return None
+
+    return {
+        "host": socket.gethostname(),
+        "boot_id": read(lambda p: Path(p).read_text(), "/proc/sys/kernel/random/boot_id"),
+        "processes": read(os.readlink, "/proc/self/ns/pid"),  # process ids mean something within one container only
+        "pid": os.getpid(),
+        "started": start_ticks(os.getpid()),
+        "job_id": next((os.environ[n] for n in JOB_IDS if os.environ.get(n)), None),
+    }
+
+
+def is_dead(lock: dict[str, Any], us: dict[str, Any], silence: float) -> str | None:
+    """Why the run that holds the lock counts as dead; None: it does not. `silence`: seconds since its last sign of life."""
+    if lock["host"] == us["host"] and lock["processes"] == us["processes"]:
+        if lock["boot_id"] != us["boot_id"]:
+            return "this machine was started anew since"
+        # A later process may have its number.
+        alive = lock["pid"] != us["pid"] and start_ticks(lock["pid"]) == lock["started"]
+        return None if alive else f"its process {lock['pid']} is gone"
+    if lock["job_id"] is not None and lock["job_id"] == us["job_id"]:
+        return f"it belongs to this job, {us['job_id']}"
+    return f"no sign of life for {silence:.0f} s" if silence >= STALE else None
+
+
+class Lock:
+    """The sign in a work directory that a run writes there, renewed every RENEWED seconds."""
+
+    def __init__(self, path: epath.Path):
+        self._path, self._us = path, ourselves()
+        self._end = threading.Event()
+        self.lost: str | None = None  # who took it over
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Reading and writing the lock as one act, where the file system knows how."""
+        if not is_local(self._path):
+            yield
+            return
+        import fcntl
+
+        while True:
+            with open(self._path, "a") as f:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(f, fcntl.LOCK_EX)
+                # The one who had it before us may have taken the file away.
+                if self._path.exists() and os.path.samestat(os.fstat(f.fileno()), os.stat(self._path)):
+                    yield
+                    return
+
+    def _read(self) -> dict[str, Any] | None:
+        text = self._path.read_text() if self._path.exists() else ""
+        try:
+            return json.loads(text)
+        except ValueError:  # none, or torn
+            return None
+
+    def _write(self) -> None:
+        text = json.dumps(self._us | {"time": time.time()})
+        if not is_local(self._path):
+            self._path.write_text(text)
+            return
+        # In place and of one size: it needs no room, so that a full disk does not make a living run look dead.
+        with open(self._path, "r+b") as f:
+            f.write(text.encode().ljust(600))
+
+    def try_once(self, seen: dict[str, Any] | None, since: float) -> tuple[dict[str, Any] | None, str | None]:
+        """(the lock of a run that holds it or None where it is ours now, why an older one counted as dead). `seen`, `since`:
+        the lock as it was, and for how long we have known it so, as other machines' clocks may differ."""
+        with self._alone():
+            lock = self._read()
+            why = None
+            if lock is not None:
+                watched = time.monotonic() - since if lock == seen else 0.0
+                why = is_dead(lock, self._us, max(time.time() - lock["time"], watched))
+                if why is None:
+                    return lock, None
+            self._write()
+            return None, why
+
+    def acquire(self, say: Callable[[str], None]) -> None:
+        """Raises ValueError where another run holds it. A run elsewhere that has been silent is waited for until it shows
+        life or counts as dead."""
+        seen, since, told = None, time.monotonic(), False
+        while True:
+            lock, why = self.try_once(seen, since)
+            if lock is None:
+                if why is not None:
+                    say(f"taking over from a run that has not ended: {why}")
+                return
+            who = f"process {lock['pid']} on {lock['host']}"
+            here = (lock["host"], lock["processes"]) == (self._us["host"], self._us["processes"])
+            if here or (seen is not None and lock != seen):
+                raise ValueError(
+                    f"--workdir {self._path.parent}: another run writes there ({who}); stop it, or give another directory"
+                )
+            if seen is None:
+                seen, since = lock, time.monotonic()
+            if not told:
+                say(f"a run on another machine may write there ({who}): waiting up to {STALE:.0f} s for a sign of life")
+                told = True
+            time.sleep(0.5)
+
+    def renew(self) -> None:
+        """Until the end: a sign of life now and then. Notices where another run has taken over."""
+        while not self._end.wait(RENEWED):
+            with contextlib.suppress(OSError), self._alone():  # a file system out of reach: try again
+                lock = self._read()
+                if lock is not None and any(lock[k] != v for k, v in self._us.items()):
+                    self.lost = f"process {lock['pid']} on {lock['host']}"
+                    return
+                self._write()
+
+    def release(self) -> None:
+        self._end.set()
+        if self.lost is None:
+            with self._alone():
+                self._path.unlink()
+
+
+@contextlib.contextmanager
+def locked(workdir: epath.Path, say: Callable[[str], None] = print) -> Iterator[Lock]:
+    """Makes the directory and holds its lock. Raises ValueError where another run has it or the directory cannot be made."""
+    try:
+        if workdir.exists() and not workdir.is_dir():
+            raise ValueError(f"--workdir {workdir}: is a file")
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = Lock(workdir / LOCK)
+        lock.acquire(say)
+    except OSError as e:
+        raise ValueError(f"--workdir {workdir}: {e.strerror or e}") from None
+    thread = threading.Thread(target=lock.renew, name="lock", daemon=True)
+    thread.start()
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+# ---- what it holds
+
+
+def written_by_us(workdir: epath.Path) -> list[epath.Path]:
+    names = sorted(p.name for p in workdir.iterdir()) if workdir.exists() else []
     return [workdir / name for name in names if name in OURS or name.startswith("events.out.tfevents.")]
 
 
-def check_free(workdir: Path, overwrite: bool) -> None:
-    """Raises ValueError where the directory holds a run that would be mixed with this one, or cannot be a directory."""
-    if os.path.exists(workdir) and not workdir.is_dir():
-        raise ValueError(f"--workdir {workdir}: is a file")
+def clear(workdir: epath.Path) -> None:
+    """Takes away an older run's files, and nothing else."""
+    for path in written_by_us(workdir):
+        if os.path.islink(path):
+            os.unlink(path)  # the link alone: what it points to is not ours
+        elif path.is_dir():
+            path.rmtree() if not is_local(path) else shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def stored_config(workdir: epath.Path) -> tuple[Config, list[str]] | None:
+    """The config of the run in a directory and the settings that are newer than it; None where there is none."""
+    path = workdir / "config.json"
+    if not path.exists():
+        return None
     try:
-        found = written_by_us(workdir)
-    except OSError as e:
-        raise ValueError(f"--workdir {workdir}: {e.strerror}") from None
-    if found and not overwrite:
+        tree = json.loads(path.read_text())
+        return config_lib.freeze(tree), config_lib.missing(tree)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
+
+
+# A run is its model, data, batches, seed and kind of optimizer; with others it would be another run. The rest may change.
+FIXED = ("batch_size", "seq_len", "seed", "model", "data", "optimizer.kind", "optimizer.moment_dtype")
+FREE = (  # of these, what changes how a step is computed or where the same data lie (their checksum is compared)
+    *("model.remat", "model.unroll", "model.dtype", "model.dropout", "model.attention.implementation"),
+    *("model.attention.dropout", "data.threads", "data.prefetch", "data.path", "data.val_path"),
+)
+
+
+def differences(old: Config, new: Config) -> tuple[list[str], list[str]]:
+    """(what must not change and did, what may change and did), as lines `name: old -> new`."""
+
+    def within(name: str, prefixes: tuple[str, ...]) -> bool:
+        return any(name == p or name.startswith(p + ".") for p in prefixes)
+
+    before, fixed, free = config_lib.flat(old), [], []
+    for name, value in config_lib.flat(new).items():
+        if before[name] != value:
+            lines = fixed if within(name, FIXED) and not within(name, FREE) else free
+            lines.append(f"{name}: {before[name]} -> {value}")
+    return fixed, free
+
+
+def has_checkpoint(workdir: epath.Path) -> bool:
+    """Whether there is a committed checkpoint, to be read or not."""
+    directory = workdir / "checkpoints"
+    return directory.exists() and any(p.name.isdigit() for p in directory.iterdir())
+
+
+def begin(workdir: epath.Path, cfg: Config, overwrite: bool = False) -> tuple[bool, list[str]]:
+    """(whether a run was here already, its settings that change now as lines `name: old -> new`). Writes the resolved config.
+    Raises ValueError where the directory holds another run, with the old and new values."""
+    if overwrite:
+        clear(workdir)
+    stored = stored_config(workdir)
+    found = written_by_us(workdir)
+    if stored is None and found:
         raise ValueError(
-            f"--workdir {workdir}: already holds a run ({', '.join(p.name for p in found)}); give another directory, or "
-            "--overwrite to start anew in this one"
+            f"--workdir {workdir}: holds {', '.join(p.name for p in found)} but no config.json, so no run that could go on; "
+            "give another directory, or --overwrite to start anew in this one"
         )
+    changed: list[str] = []
+    if stored is not None:
+        fixed, changed = differences(stored[0], cfg)
+        if fixed:
+            raise ValueError(
+                f"--workdir {workdir}: holds a run with other settings\n  "
+                + "\n  ".join(fixed)
+                + "\ngive another directory, or --overwrite to start anew in this one; --config.init_from starts a new run "
+                "from another's parameters"
+            )
+        ended = [e["reason"] for e in json_lines(workdir / "events.jsonl") if e["event"] == "stop"]
+        if ended and ended[-1] == "done" and not has_checkpoint(workdir):
+            raise ValueError(
+                f"--workdir {workdir}: holds a run that has finished and kept no checkpoint (checkpoint.last); give another "
+                "directory, or --overwrite to start anew in this one"
+            )
+        if stored[1]:
+            changed.append(f"new since: {', '.join(stored[1])}")
+    write_whole(workdir / "config.json", config_lib.to_json(cfg))
+    return stored is not None, changed
 
 
-def create(workdir: Path, config_json: str) -> None:
-    """Makes the directory, takes away an older run's files (nothing else), and writes the resolved config."""
+# ---- its model
+
+
+class Model(NamedTuple):
+    cfg: Config
+    params: Any
+    step: int
+
+
+@contextlib.contextmanager
+def checkpoints_of(workdir: epath.Path) -> Iterator[Checkpoints]:
+    """The checkpoints of a run, to read. Raises ValueError where there is none, or none that can be read."""
+    directory = workdir / "checkpoints"
+    if not directory.exists():
+        raise ValueError(f"{workdir}: holds no checkpoints")
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        for path in written_by_us(workdir):
-            # Of a link the link alone: what it points to is not ours.
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        (workdir / "config.json").write_text(config_json, encoding="utf-8")
-    except OSError as e:
-        raise ValueError(f"--workdir {workdir}: {e.strerror}") from None
+        with Checkpoints(directory, read_only=True) as checkpoints:
+            if not checkpoints.steps():
+                raise ValueError(f"{workdir}: holds no complete checkpoint")
+            yield checkpoints
+    except DamagedError as e:
+        raise ValueError(str(e)) from None
+
+
+def check_params(workdir: epath.Path, specs: Any) -> None:
+    """Raises ValueError where the parameters of a run's newest checkpoint do not fit, with every array that does not."""
+    with checkpoints_of(workdir) as checkpoints:
+        step, about = checkpoints.newest_about()
+        check_fit(f"{workdir}, step {step}", about["arrays"], {"params": P.abstract(specs)})
+
+
+def load_params(workdir: epath.Path, target: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    """(parameters like the target, the checkpoint's `about`) of the newest checkpoint that can be read, or of the given step.
+    Raises ValueError where there is none, and with every array that does not fit."""
+    with checkpoints_of(workdir) as checkpoints:
+        if step is not None and step not in checkpoints.steps():
+            raise ValueError(f"{workdir}: no checkpoint of step {step}; there are those of {checkpoints.steps()}")
+        restored = checkpoints.restore_newest({"params": target}, steps=None if step is None else [step])
+    for damaged, why in restored.damaged.items():
+        print(f"warning: the checkpoint of step {damaged} is damaged ({why}); using step {restored.about['step']}")
+    return restored.tree["params"], restored.about
+
+
+def load_model(workdir: str | os.PathLike, step: int | None = None, mesh: jax.sharding.Mesh | None = None) -> Model:
+    """The config and the parameters of a run's newest checkpoint, or of the given step, on a mesh (default: one device).
+    Raises ValueError where there is none that can be read."""
+    directory = resolve(os.fspath(workdir), "workdir")
+    stored = stored_config(directory)
+    if stored is None:
+        raise ValueError(f"{directory}: no config.json, so no run")
+    cfg, _ = stored
+    specs = model_params(cfg.model)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1]) if mesh is None else mesh
+    params, about = load_params(directory, P.abstract(specs, shardings(specs, mesh)), step)
+    return Model(cfg, params, about["step"])

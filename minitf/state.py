@@ -23,9 +23,12 @@ class TrainState:
     opt_state: Any
 
 
-def init_state(key: jax.Array, specs: Any, tx: optax.GradientTransformation) -> TrainState:
-    params = P_.init(specs, key)
+def first_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
     return TrainState(jnp.int32(0), jnp.int32(0), params, tx.init(params))
+
+
+def init_state(key: jax.Array, specs: Any, tx: optax.GradientTransformation) -> TrainState:
+    return first_state(P_.init(specs, key), tx)
 
 
 def abstract_state(specs: Any, tx: optax.GradientTransformation) -> TrainState:

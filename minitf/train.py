@@ -3,151 +3,39 @@
 import argparse
 import contextlib
 import dataclasses
+import errno
 import functools
 import math
+import os
+import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
+from etils import epath
 
 import minitf
+from minitf import checksum, run, sharding
 from minitf import config as config_lib
 from minitf import params as P
-from minitf import run, sharding
+from minitf.checkpoint import Checkpoints, DamagedError, SaveError, versions
 from minitf.config import Config
 from minitf.data import pipeline
 from minitf.data.store import DataError, Rows
-from minitf.distributed import stop_on_signals
-from minitf.metrics import MetricWriter, group_of, peak_flops
+from minitf.distributed import Watchdog, process_age, stop_on_signals
+from minitf.metrics import Events, MetricWriter, StepClock, peak_flops
 from minitf.model import attention
-from minitf.model.loss import loss_sums, mean
-from minitf.model.transformer import flops_per_token, hidden, model_params, pattern
+from minitf.model.transformer import flops_per_token, model_params, pattern
 from minitf.optimizer import make_optimizer, make_schedule
-from minitf.state import TrainState, abstract_state, init_state, state_shardings
+from minitf.state import TrainState, abstract_state, first_state, init_state, state_shardings
+from minitf.step import Batch, eval_step, evaluate, train_step
 
-Batch = dict[str, jax.Array]
-INTERRUPTED, NONFINITE = 3, 4  # exit statuses
-
-
-# ---- one step
-
-
-def dropout_keys(cfg: Config, step: jax.Array, rows: jax.Array) -> jax.Array | None:
-    """One key for each row of the global batch: a function of seed, step and row alone."""
-    if not (cfg.model.dropout or cfg.model.attention.dropout):
-        return None
-    key = jax.random.fold_in(jax.random.key(cfg.seed), zlib.crc32(b"dropout"))
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), rows)
-
-
-def batch_sums(params: Any, batch: Batch, cfg: Config, keys: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Weighted sums of losses over a batch."""
-    positions, segments = batch.get("positions"), batch.get("segments")
-    x = hidden(params, batch["inputs"], cfg.model, positions=positions, segments=segments, dropout_keys=keys)
-    return loss_sums(params, x, batch["targets"], batch["weights"], cfg.model, cfg.loss.chunk)
-
-
-def accumulated(f: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
-    """The sum of f over `parts` microbatches, one after the other. Microbatch i takes rows i, i + parts, ..., so that each
-    device works on its own rows."""
-    if parts == 1:
-        return f(batch)
-    micro = jax.tree.map(lambda a: a.reshape(a.shape[0] // parts, parts, *a.shape[1:]).swapaxes(0, 1), batch)
-    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(f, jax.tree.map(lambda a: a[0], micro)))
-    total, _ = jax.lax.scan(lambda total, b: (jax.tree.map(jnp.add, total, f(b)), None), zero, micro)
-    return total
-
-
-def gradients(params: Any, batch: Batch, step: jax.Array, cfg: Config) -> tuple[dict[str, jax.Array], Any]:
-    """(mean losses, gradient) of the batch: sums over its tokens divided by the sum of its weights, which is known before any
-    microbatch is computed, so that neither accumulation nor padding nor the mesh changes them."""
-    weight = jnp.sum(batch["weights"])
-
-    def loss_fn(params: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        sums = batch_sums(params, micro, cfg, dropout_keys(cfg, step, micro["rows"]))
-        losses = {name: mean(total, weight) for name, total in sums.items()}
-        if cfg.loss.z_loss is None:
-            del losses["z_loss"]
-        return losses["loss"] + (cfg.loss.z_loss or 0.0) * losses.get("z_loss", 0.0), losses
-
-    def part(micro: Batch) -> tuple[dict[str, jax.Array], Any]:
-        (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, micro)
-        return losses, grads
-
-    rows = jnp.arange(batch["inputs"].shape[0])
-    return accumulated(part, {**batch, "rows": rows}, cfg.accumulation)
-
-
-def group_norms(kind: str, tree: Any) -> dict[str, jax.Array]:
-    """Norms by group of parameters, tagged `norm/KIND/GROUP`."""
-    squares: dict[str, Any] = {}
-    for name, leaf in P.named(tree):
-        group = group_of(name)
-        squares[group] = squares.get(group, 0.0) + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
-    return {f"norm/{kind}/{group}": jnp.sqrt(s) for group, s in squares.items()}
-
-
-def train_step(
-    state: TrainState, batch: Batch, *, cfg: Config, tx: optax.GradientTransformation, schedule: optax.Schedule
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step: accumulate, measure the norm, clip, update. An update that is not finite is not applied."""
-    losses, grads = gradients(state.params, batch, state.step, cfg)
-    norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(norm)
-
-    def apply(params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, group_norms("update", updates)
-
-    def keep(params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
-        return params, opt_state, jax.tree.map(jnp.zeros_like, group_norms("update", params))
-
-    params, opt_state, update_norms = jax.lax.cond(finite, apply, keep, state.params, state.opt_state)
-    skipped = state.skipped + ~finite
-    metrics = {f"train/{name}": value for name, value in losses.items()}
-    metrics |= {
-        # The optimizer counts the updates that were applied, and so does its schedule.
-        "train/learning_rate": schedule(state.step - state.skipped),
-        "train/grad_norm": norm,
-        "train/skipped_steps": skipped,
-        **group_norms("gradient", grads),
-        **update_norms,
-        **group_norms("parameter", params),
-        "finite": finite,
-    }
-    return TrainState(state.step + 1, skipped, params, opt_state), metrics
-
-
-# ---- evaluation
-
-
-def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg: Config) -> dict[str, jax.Array]:
-    """Sums over a batch: nats, tokens, and bytes of the tokens' text where the tokenizer is known."""
-    sums = {"nats": batch_sums(params, batch, cfg)["loss"], "tokens": jnp.sum(batch["weights"])}
-    if byte_lengths is not None:
-        sums["bytes"] = jnp.sum(byte_lengths[batch["targets"]] * batch["weights"])
-    return sums
-
-
-def evaluate(
-    step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, batches: Iterator[Batch]
-) -> dict[str, float]:
-    """Loss, perplexity and bits per byte over all tokens of the batches, each counted once. Sums are float64 on the host."""
-    totals: dict[str, float] = {}
-    for batch in batches:
-        for name, value in step_fn(params, batch).items():
-            totals[name] = totals.get(name, 0.0) + float(value)
-    loss = totals["nats"] / max(totals["tokens"], 1)
-    values = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
-    if totals.get("bytes"):
-        values["eval/bits_per_byte"] = totals["nats"] / math.log(2) / totals["bytes"]
-    return values
+FAILED, INTERRUPTED, NONFINITE = 1, 3, 4  # exit statuses; 2 is a user's mistake
 
 
 # ---- a run
@@ -243,6 +131,7 @@ class Program(NamedTuple):
 
     state: TrainState  # of jax.ShapeDtypeStruct with shardings: what init gives
     init: Callable[[jax.Array], TrainState]  # (key): born sharded, never whole on one device
+    start: Callable[[Any], TrainState]  # (parameters): the first state with these
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]  # gives the state's buffers away
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]]
 
@@ -266,6 +155,7 @@ def program(job: Job) -> Program:
     return Program(
         state,
         jax.jit(init, out_shardings=layout, compiler_options=options),
+        jax.jit(functools.partial(first_state, tx=tx), out_shardings=layout),
         jax.jit(step, donate_argnums=0, out_shardings=(layout, None)),
         jax.jit(functools.partial(eval_step, byte_lengths=lengths, cfg=cfg)),
     )
@@ -294,93 +184,262 @@ def evaluation_batches(job: Job) -> Iterator[Batch]:
     return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data)
 
 
+# ---- the loop
+
+
 class NonFinite(Exception):
-    """A loss or gradient that is not finite where the config says to stop."""
+    """A loss, gradient or parameter that is not finite where the config says to stop."""
 
 
-def train(job: Job, workdir: Path) -> int:
-    """Trains to the last step and returns the exit status; metrics and logs go to the work directory."""
+class Refused(Exception):
+    """The run of the work directory cannot go on as this job."""
+
+
+@functools.cache
+def commit() -> str | None:
+    """The git commit of the code, with a + where files differ from it; None outside a repository."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def about(job: Job, step: int) -> dict[str, Any]:
+    """What a checkpoint says beside its arrays. The position in the data is one integer: the next global batch."""
     cfg = job.cfg
+    return {
+        "data": {
+            "next_batch": step,
+            "seed": cfg.seed if cfg.data.seed is None else cfg.data.seed,
+            "batch_size": cfg.batch_size,
+            "seq_len": cfg.seq_len,
+            "sha256": job.corpus.sha256,
+        },
+        "config": dataclasses.asdict(cfg),
+        "mesh": dict(job.mesh.shape),
+        "processes": jax.process_count(),
+        "versions": {"minitf": minitf.__version__, **versions()},
+        "commit": commit(),
+    }
+
+
+def check_same_run(job: Job, saved: dict[str, Any]) -> None:
+    """Raises ValueError where a checkpoint belongs to a run with other settings or other data."""
+    fixed, _ = run.differences(config_lib.freeze(saved["config"]), job.cfg)
+    data, now = saved["data"], about(job, saved["step"])["data"]
+    fixed += [f"data {name}: {data[name]} -> {now[name]}" for name in now if data[name] != now[name]]
+    if fixed:
+        raise ValueError(
+            f"the checkpoint of step {saved['step']} belongs to another run\n  "
+            + "\n  ".join(fixed)
+            + "\ngive another --workdir, or --overwrite to start anew in this one"
+        )
+
+
+def starting_state(
+    job: Job, functions: Program, checkpoints: Checkpoints, workdir: epath.Path, say: Callable[[str], None]
+) -> tuple[TrainState, int | None]:
+    """(the state to go on from, its step; None for a new run). Damaged checkpoints are put aside."""
+    cfg = job.cfg
+    restored = checkpoints.restore_newest(functions.state, functools.partial(check_same_run, job))
+    if restored is not None:
+        step = restored.about["step"]
+        for damaged, why in restored.damaged.items():
+            say(f"warning: the checkpoint of step {damaged} is damaged ({why}); going on from step {step}")
+        if restored.damaged:
+            checkpoints.put_aside(list(restored.damaged), workdir / "damaged")
+            say(f"the damaged checkpoints are now in {workdir / 'damaged'}")
+        return restored.tree, step
+    if cfg.init_from is None:
+        return functions.init(jax.random.key(cfg.seed)), None
+    source = run.resolve(cfg.init_from, "init_from")
+    params, saved = run.load_params(source, functions.state.params)
+    say(f"parameters from {source}, step {saved['step']}")
+    return functions.start(params), None
+
+
+def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) -> int:
+    """Trains from the newest checkpoint of the work directory, or from the start, to the last step, and returns the exit
+    status. Metrics, events and checkpoints go to the work directory."""
+    cfg, workdir = job.cfg, epath.Path(workdir)
     tokens_a_step = cfg.batch_size * cfg.seq_len
     flops = flops_per_token(cfg.model, job.specs, cfg.seq_len)
     functions = program(job)
+    limit = None if cfg.max_run_time is None else config_lib.seconds("max_run_time", cfg.max_run_time)
 
-    with surroundings(job), stop_on_signals() as stop:
-        state = functions.init(jax.random.key(cfg.seed))
-        batches = training_batches(job)
-        writer = MetricWriter(workdir, job.steps)
-        try:
-            writer.text("config", config_lib.to_json(cfg))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(surroundings(job))
+        stop = stack.enter_context(stop_on_signals(limit))
+        events = stack.enter_context(contextlib.closing(Events(workdir / "events.jsonl")))
+        events.add("start", pid=os.getpid(), process_age=process_age(), steps=job.steps, commit=commit())
+        checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", cfg.checkpoint))
+
+        with events.timed("restore" if checkpoints.steps() else "init") as event:
+            try:
+                state, restored = starting_state(job, functions, checkpoints, workdir, print)
+            except ValueError as e:
+                raise Refused(str(e)) from e
+            event["step"] = first = restored or 0
+            jax.block_until_ready(state)
+        if restored is not None and restored >= job.steps:
+            print(f"step {restored} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
+            events.add("stop", step=restored, reason="already done")
+            return 0
+        writer = stack.enter_context(contextlib.closing(MetricWriter(workdir, job.steps, start=restored)))
+        writer.text(0 if restored is None else first + 1, "config", config_lib.to_json(cfg))
+        if restored is None:
             writer.write(0, {f"params/{name}": n for name, n in P.count(job.specs).items()})
-            if job.steps == 0:
-                writer.say("0 steps: nothing to train")
-                return 0
-            peak = peak_flops(list(job.mesh.devices.flat), cfg.model.dtype)
+        else:
+            writer.say(f"resuming after step {restored} of {job.steps}")
 
-            batch = next(batches)
-            start = time.perf_counter()
+        # What evaluation said of the state at hand, for keep_best.
+        loss: float | None = None
+        best = math.inf if cfg.checkpoint.keep_best is None else checkpoints.lowest_loss()
+        saved_at = time.monotonic()
+
+        def save(step: int) -> None:
+            """A checkpoint of a state that is finite; what was logged up to it reaches the disk first."""
+            nonlocal saved_at
+            norms = {name: v for name, v in latest.items() if name.startswith("norm/parameter/")}
+            if not all(math.isfinite(v) for v in norms.values()):
+                raise NonFinite(f"step {step}: parameter norms {norms}; this state was not saved")
+            writer.flush()
+            events.flush()
+            with events.timed("save", step=step) as event:
+                described = checkpoints.save(step, state, about(job, step), loss)
+                event["parameters"] = checksum.combined(described["arrays"], "params/")
+                event["bytes"] = sum(a.nbytes for a in jax.tree.leaves(state))
+            saved_at = time.monotonic()
+
+        latest: dict[str, Any] = {}
+        if job.steps == 0:
+            if cfg.checkpoint.last:
+                save(0)
+            writer.say("0 steps: nothing to train")
+            events.add("stop", step=0, reason="done")
+            return 0
+
+        peak = peak_flops(list(job.mesh.devices.flat), cfg.model.dtype)
+        batches = training_batches(job, first)
+        batch = next(batches)
+        with events.timed("compile"):
+            began = time.perf_counter()
             step_fn = functions.step.lower(state, batch).compile()  # once: a batch of another shape would be an error
-            compile_time = time.perf_counter() - start
-            writer.say(f"compiled in {compile_time:.1f} s")
+            compile_time: float | None = time.perf_counter() - began
+        writer.say(f"compiled in {compile_time:.1f} s")
 
-            since, waited, last = time.perf_counter(), 0.0, 0
+        clock, watchdog = StepClock(first), Watchdog(cfg.watchdog)
+        stack.callback(watchdog.pause)
+        hashes: list[str] = []  # of the batches since the last lap
 
-            def finish(step: int, metrics: dict[str, jax.Array]) -> None:
-                """Reads a step's metrics, which waits for it, and logs them where due."""
-                nonlocal since, waited, last
-                if not metrics.pop("finite"):
-                    where = f"step {step}: loss {float(metrics['train/loss'])}, gradient norm {float(metrics['train/grad_norm'])}"
-                    if cfg.optimizer.nonfinite == "stop":
-                        raise NonFinite(
-                            f"{where}; this update was not applied. optimizer.nonfinite=skip would go on without it"
-                        )
-                    writer.say(f"{where}: skipped")
-                writer.progress(step)
-                if step % cfg.log_every and step != job.steps:
-                    return
-                now = time.perf_counter()
-                step_time = (now - since) / (step - last)
-                values = jax.device_get(metrics) | {
-                    "train/tokens_seen": step * tokens_a_step,
-                    "perf/step_time_s": step_time,
-                    "perf/tokens_per_s": tokens_a_step / step_time,
-                    "perf/mfu": flops * tokens_a_step / step_time / peak,
-                    "perf/data_wait_frac": waited / (now - since),
-                }
-                if last == 0:
-                    values["perf/compile_time_s"] = compile_time
-                writer.write(step, values)
-                since, waited, last = now, 0.0, step
+        def lap(step: int) -> dict[str, float]:
+            """Records the steps since the last lap; {} where there are none."""
+            if not hashes:
+                return {}
+            took = clock.lap(step)
+            events.add("steps", **took, batches=hashes[:])
+            hashes.clear()
+            return took
 
+        def finish(step: int, metrics: dict[str, jax.Array]) -> None:
+            """Reads a step's metrics, which waits for it, and logs them where due."""
+            nonlocal latest, compile_time
+            latest = metrics
+            hashes.append(checksum.hexadecimal(np.asarray(metrics.pop("batch"))))
+            if not metrics.pop("finite"):
+                where = f"step {step}: loss {float(metrics['train/loss'])}, gradient norm {float(metrics['train/grad_norm'])}"
+                if cfg.optimizer.nonfinite == "stop":
+                    raise NonFinite(
+                        f"{where}; this update was not applied. optimizer.nonfinite=skip would go on without it"
+                    )
+                writer.say(f"{where}: skipped")
+            writer.progress(step)
+            if step % cfg.log_every and step != job.steps:
+                return
+            took = lap(step)
+            step_time = took["seconds"] / (took["last"] - took["first"] + 1)
+            values = jax.device_get(metrics) | {
+                "train/tokens_seen": step * tokens_a_step,
+                "perf/step_time_s": step_time,
+                "perf/tokens_per_s": tokens_a_step / step_time,
+                "perf/mfu": flops * tokens_a_step / step_time / peak,
+                "perf/data_wait_frac": took["data_wait"] / took["seconds"],
+            }
+            if compile_time is not None:
+                values["perf/compile_time_s"], compile_time = compile_time, None
+            writer.write(step, values)
+            checkpoints.check()
+
+        try:
             pending = None
-            for step in range(1, job.steps + 1):
+            for step in range(first + 1, job.steps + 1):
                 state, metrics = step_fn(state, batch)
                 if pending is not None:
                     finish(*pending)  # the step before: reading this one now would stall the device
                 pending = (step, metrics)
+                watchdog.beat(step + 1)
+                failure = None
                 if step < job.steps:
-                    began = time.perf_counter()
-                    batch = next(batches)
-                    waited += time.perf_counter() - began
-                stopping = stop.signal  # read once: it may change at any time
-                due = cfg.eval_every is not None and (step % cfg.eval_every == 0 or step == job.steps)
-                if due or stopping or step == job.steps:
-                    finish(*pending)
-                    pending = None
-                if due:
-                    began = time.perf_counter()
-                    writer.write(step, evaluate(functions.evaluate, state.params, evaluation_batches(job)))
-                    since += time.perf_counter() - began
-                if stopping and step < job.steps:
-                    writer.say(f"stopped by {stopping} after step {step} of {job.steps}")
+                    with clock.waiting():
+                        try:
+                            batch = next(batches)
+                        except Exception as e:  # after saving what is done
+                            failure = e
+                if lock is not None and lock.lost:
+                    raise SaveError(f"another run has taken over {workdir} ({lock.lost}); step {step} is not saved")
+                end = failure or stop.reason or ("done" if step == job.steps else None)
+                ckpt = cfg.checkpoint
+                evaluating = (
+                    cfg.eval_every is not None and failure is None and (step % cfg.eval_every == 0 or step == job.steps)
+                )
+                saving = (
+                    (ckpt.every is not None and step % ckpt.every == 0)
+                    or (ckpt.every_minutes is not None and time.monotonic() - saved_at >= 60 * ckpt.every_minutes)
+                    or (end is not None and ckpt.last)
+                )
+                if not (evaluating or saving or end):
+                    continue
+
+                finish(*pending)
+                pending = None
+                lap(step)
+                watchdog.pause()
+                if evaluating:
+                    with events.timed("evaluation", step=step):
+                        scores = evaluate(functions.evaluate, state.params, evaluation_batches(job))
+                    writer.write(step, scores)
+                    loss = scores["eval/loss"]
+                    if loss < best and ckpt.keep_best is not None:
+                        saving = True
+                    best = min(best, loss)
+                if saving:
+                    save(step)
+                loss = None
+                clock.start(step)
+                if failure is not None:
+                    raise failure
+                if end is not None and step < job.steps:
+                    checkpoints.wait()
+                    writer.say(f"stopped by {end} after step {step} of {job.steps}; the same command goes on")
+                    events.add("stop", step=step, reason=end)
                     return INTERRUPTED
+            checkpoints.wait()
+            events.add("stop", step=job.steps, reason="done")
             return 0
-        except NonFinite as e:
-            writer.close()
-            print(f"error: not finite at {e}", file=sys.stderr)
-            return NONFINITE
-        finally:
-            writer.close()
+        except BaseException as e:
+            watchdog.pause()
+            events.add("stop", reason=f"{type(e).__name__}: {e}")
+            raise
+
+
+def use_compilation_cache(setting: str | None, workdir: epath.Path) -> None:
+    """Keeps compiled programs from one start to the next, so that a restart is quick. JAX's own variable goes first."""
+    if setting == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    directory = workdir.parent / ".compilation_cache" if setting is None else run.resolve(setting, "compilation_cache")
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start has many small programs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -388,7 +447,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m minitf.train",
         description="Trains a decoder-only language model.",
         epilog="--config.NAME=VALUE changes a setting, as in --config.model.num_layers=8; --print_config shows them all. "
-        "Exit status: 0 done, 1 failure, 2 a mistake in settings or data, 3 stopped by a signal, 4 loss not finite.",
+        "The same command goes on with a run that was stopped or killed. Exit status: 0 done, 1 failure, 2 a mistake in settings "
+        "or data, 3 stopped by a signal or max_run_time after saving, 4 loss not finite.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a Python file with get_config()")
@@ -398,24 +458,52 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--print_config", action="store_true", help="print the settings after overrides as JSON, and stop"
     )
-    parser.add_argument("--overwrite", action="store_true", help="start anew in a work directory that holds a run")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="start anew in a work directory that holds a run (default: go on with it)",
+    )
+    with contextlib.ExitStack() as stack:
+        try:
+            args, cfg = config_lib.parse_args(sys.argv[1:] if argv is None else argv, parser)
+            if args.print_config:
+                print(config_lib.to_json(cfg), end="")
+                return 0
+            workdir = run.resolve(args.workdir or f"runs/{Path(args.config.partition(':')[0]).stem}")
+            use_compilation_cache(cfg.compilation_cache, workdir)
+            job = prepare(cfg)
+            print(describe(job))
+            if cfg.init_from is not None:
+                run.check_params(run.resolve(cfg.init_from, "init_from"), job.specs)
+            lock = stack.enter_context(run.locked(workdir))
+            found, changed = run.begin(workdir, job.cfg, args.overwrite)
+        except ValueError as e:
+            config_lib.fail(str(e))
+        print(f"work directory {workdir}; watch it with: tensorboard --logdir {workdir}")
+        for line in changed:
+            print(f"changed: {line}")
+        if found and not run.has_checkpoint(workdir):
+            print("the run there has no checkpoint yet: it starts anew")
+        sys.stdout.flush()
+        return guarded_train(job, workdir, lock)
+
+
+def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock) -> int:
+    """`train`, with one message in place of a traceback for what may happen to a sound program."""
     try:
-        args, cfg = config_lib.parse_args(sys.argv[1:] if argv is None else argv, parser)
-        if args.print_config:
-            print(config_lib.to_json(cfg), end="")
-            return 0
-        workdir = run.resolve(args.workdir or f"runs/{Path(args.config.partition(':')[0]).stem}")
-        run.check_free(workdir, args.overwrite)
-        job = prepare(cfg)
-        print(describe(job))
-        run.create(workdir, config_lib.to_json(job.cfg))
-    except ValueError as e:
+        return train(job, workdir, lock)
+    except (DataError, Refused) as e:
         config_lib.fail(str(e))
-    print(f"work directory {workdir}; watch it with: tensorboard --logdir {workdir}", flush=True)
-    try:
-        return train(job, workdir)
-    except DataError as e:
-        config_lib.fail(str(e))
+    except NonFinite as e:
+        print(f"error: not finite at {e}", file=sys.stderr)
+        return NONFINITE
+    except (SaveError, DamagedError) as e:
+        print(f"error: {e}", file=sys.stderr)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"error: {workdir}: {e.strerror}", file=sys.stderr)
+    return FAILED
 
 
 if __name__ == "__main__":

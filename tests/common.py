@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from minitf import config, run, sharding, train
 from minitf import params as P
-from minitf import sharding, train
+from minitf import step as step_lib
+from minitf.checkpoint import CheckpointConfig
 from minitf.config import Config
 from minitf.data.pipeline import DataConfig
+from minitf.metrics import json_lines
 from minitf.model.attention import AttentionConfig
 from minitf.model.mlp import MlpConfig
 from minitf.model.transformer import ModelConfig, model_params
@@ -41,6 +44,7 @@ TINY = Config(
     log_every=1,
     eval_every=None,
     data=DataConfig(kind="synthetic"),
+    checkpoint=CheckpointConfig(every_minutes=None, last=False),
     model=ModelConfig(
         num_layers=2,
         dim=16,
@@ -97,7 +101,7 @@ def jitted_step(cfg: Config, mesh_name: str, steps: int) -> tuple:
     mesh = make_mesh(mesh_name)
     layout = state_shardings(specs, tx, mesh)
     state = lambda params: TrainState(jnp.int32(0), jnp.int32(0), params, tx.init(params))
-    step = functools.partial(train.train_step, cfg=cfg, tx=tx, schedule=schedule)
+    step = functools.partial(step_lib.train_step, cfg=cfg, tx=tx, schedule=schedule)
     return mesh, jax.jit(state, out_shardings=layout), jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
 
 
@@ -111,8 +115,19 @@ def fit(cfg: Config, batches: list, *, mesh: str = "1", params: Any = None) -> t
         history = []
         for batch in batches:
             state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(mesh)))
-            history.append({k: float(v) for k, v in metrics.items()})
+            history.append({k: float(v) for k, v in metrics.items() if k != "batch"})
     return history, jax.tree.map(np.asarray, state.params)
+
+
+def launch(cfg: Config, workdir: Path, *, devices: int | None = 1, **options: Any) -> tuple[int, list[dict[str, Any]]]:
+    """Trains as main does after parsing, on the first devices (None: all); (status, objects of metrics.jsonl)."""
+    config.validate(cfg)
+    workdir = run.resolve(str(workdir))
+    job = train.prepare(cfg, jax.devices()[:devices])
+    with run.locked(workdir) as lock:
+        run.begin(workdir, job.cfg, **options)
+        status = train.train(job, workdir, lock)
+    return status, json_lines(workdir / "metrics.jsonl")
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float, *, relative_to_largest: bool = False) -> None:

@@ -46,6 +46,7 @@ class Run(NamedTuple):
     out: str
     err: str
     lines: list[dict]  # of metrics.jsonl
+    overrides: tuple[str, ...]
 
 
 def values(lines: list[dict], tag: str) -> dict[int, Any]:
@@ -99,7 +100,7 @@ def trained(tiny, tmp_path_factory):
         workdir = tmp_path_factory.mktemp("trained") / "run"
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
             status = main("--config", tiny, "--workdir", workdir, *(f"--config.{o}" for o in overrides))
-        return Run(workdir, status, out.getvalue(), err.getvalue(), read_jsonl(workdir))
+        return Run(workdir, status, out.getvalue(), err.getvalue(), read_jsonl(workdir), overrides)
 
     return trained
 
@@ -234,10 +235,11 @@ def test_run_says_what_it_runs_on(finished):
 # ---- the work directory
 
 
-def test_second_run_in_a_work_directory_is_refused(finished, refused):
+def test_a_finished_run_without_a_checkpoint_is_not_begun_again_unasked(finished, refused):
     before = tree(finished.workdir)
-    message = refused("--workdir", finished.workdir)
-    assert f"--workdir {finished.workdir}: already holds a run (config.json, " in message
+    settings = [f"--config.{s}" for s in finished.overrides]
+    message = refused("--workdir", finished.workdir, *settings)
+    assert f"--workdir {finished.workdir}: holds a run that has finished and kept no checkpoint" in message
     assert "--overwrite" in message
     assert tree(finished.workdir) == before
 
@@ -271,7 +273,7 @@ def test_a_link_is_taken_away_but_not_what_it_points_to(workdir, tmp_path):
     workdir.mkdir()
     (workdir / "checkpoints").symlink_to(tmp_path / "disk")
     (workdir / "metrics.jsonl").symlink_to("gone")
-    run.create(workdir, "{}")
+    run.begin(run.resolve(str(workdir)), TINY, overwrite=True)
     assert (tmp_path / "disk/7/state").read_text() == "precious"
     assert [p.name for p in workdir.iterdir()] == ["config.json"]
 
@@ -279,8 +281,7 @@ def test_a_link_is_taken_away_but_not_what_it_points_to(workdir, tmp_path):
 def test_directory_with_a_users_own_files_is_free(workdir):
     workdir.mkdir()
     (workdir / "notes.txt").write_text("mine")
-    run.check_free(workdir, overwrite=False)
-    run.create(workdir, "{}")
+    assert run.begin(run.resolve(str(workdir)), TINY) == (False, [])
     assert (workdir / "notes.txt").read_text() == "mine"
 
 
@@ -289,7 +290,7 @@ def test_work_directory_may_be_given_in_any_form(form, workdir, tmp_path, monkey
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert run.resolve(form.format(name=tmp_path.name, path=tmp_path)) == workdir.resolve()
+    assert str(run.resolve(form.format(name=tmp_path.name, path=tmp_path))) == str(workdir.resolve())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from common import TINY, assert_close, change, fit, initial_params, random_batch, random_params
 
-from minitf import train
+from minitf import step as step_lib
 from minitf.model import reference
 from minitf.model.loss import loss_sums, mean, token_sums
 from minitf.model.transformer import hidden
@@ -17,7 +17,7 @@ UNEQUAL = np.concatenate([np.arange(16) < 2] * 4 + [np.arange(16) < 6] * 4).resh
 
 @functools.cache
 def gradients(cfg):
-    return jax.jit(functools.partial(train.gradients, step=0, cfg=cfg))
+    return jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))
 
 
 def test_P01_the_combiner_weighs_tokens_not_parts():

@@ -7,6 +7,7 @@ import pytest
 from common import MESHES, TINY, assert_close, change, fit, make_mesh, random_batch, random_params
 
 from minitf import sharding, train
+from minitf import step as step_lib
 from minitf.model import attention, ops
 from minitf.model.attention import AttentionConfig, Mask
 from minitf.model.transformer import REMAT, flops_per_token, hidden, model, model_params
@@ -71,7 +72,7 @@ def test_P06_a_row_of_padding_disturbs_nothing(kernel):
     batch["segments"] = jnp.ones((2, 16), jnp.int32).at[1].set(0)
     batch["positions"] = jnp.zeros((2, 16), jnp.int32).at[0].set(jnp.arange(16))
     one = {k: v[:1] for k, v in batch.items()}
-    gradients = jax.jit(functools.partial(train.gradients, step=0, cfg=cfg))
+    gradients = jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))
     losses, grads = gradients(params, batch)
     losses_1, grads_1 = gradients(params, one)
     assert_close({"loss": losses["loss"], **grads}, {"loss": losses_1["loss"], **grads_1}, 1e-6)
@@ -169,7 +170,7 @@ def equations(jaxpr):
 def test_P11_softmax_norms_logits_and_loss_are_float32_in_bfloat16_compute(kernel, norm):
     cfg = change(TINY, model__dtype="bfloat16", model__norm=norm, model__attention__implementation=kernel)
     batch, params = random_batch(cfg), random_params(cfg.model)
-    jaxpr = jax.make_jaxpr(lambda p: train.batch_sums(p, batch, cfg))(params)
+    jaxpr = jax.make_jaxpr(lambda p: step_lib.batch_sums(p, batch, cfg))(params)
     by_name: dict[str, list] = {}
     for eqn in equations(jaxpr.jaxpr):
         by_name.setdefault(eqn.primitive.name, []).append(eqn)
@@ -224,7 +225,7 @@ def test_P21_masks_differ_by_step_row_and_seed_and_repeat():
             random_params(DROPPED.model),
             same,
             DROPPED.model,
-            dropout_keys=train.dropout_keys(change(DROPPED, seed=seed), jnp.int32(step), jnp.asarray(rows)),
+            dropout_keys=step_lib.dropout_keys(change(DROPPED, seed=seed), jnp.int32(step), jnp.asarray(rows)),
         )
     )
     first = run(0, (0, 1))
@@ -246,7 +247,7 @@ def test_P21_the_step_draws_a_mask_for_each_row_layer_and_site(accumulation, mon
     monkeypatch.setattr("minitf.model.transformer.dropout", record)
     monkeypatch.setattr("minitf.model.attention.dropout", record)
     cfg = change(DROPPED, model__num_layers=3, accumulation=accumulation)
-    train.gradients(random_params(cfg.model), random_batch(cfg), jnp.int32(0), cfg)
+    step_lib.gradients(random_params(cfg.model), random_batch(cfg), jnp.int32(0), cfg)
     jax.effects_barrier()
     assert len(set(used)) == 8 * (1 + 3 * 3)  # rows x (the embedding; three sites in each of three layers)
 
@@ -275,7 +276,7 @@ def test_dropout_keeps_the_mean_and_its_rate():
 def test_rematerialisation_keeps_less(remat):
     def temporary_bytes(remat):
         cfg = change(TINY, model__remat=remat, model__num_layers=8, model__mlp__hidden=128)
-        step = jax.jit(functools.partial(train.gradients, step=0, cfg=cfg))
+        step = jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))
         return step.lower(random_params(cfg.model), random_batch(cfg)).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(remat) < temporary_bytes("none")
@@ -284,7 +285,7 @@ def test_rematerialisation_keeps_less(remat):
 def test_the_program_does_not_grow_with_depth():
     def lines(layers):
         cfg = change(TINY, model__num_layers=layers)
-        step = jax.jit(functools.partial(train.gradients, step=0, cfg=cfg))
+        step = jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))
         return len(step.lower(random_params(cfg.model), random_batch(cfg)).as_text().splitlines())
 
     assert lines(48) == lines(4)
@@ -297,7 +298,7 @@ def test_no_involuntary_rematerialisation(mesh, capfd):
     with jax.set_mesh(mesh):
         placed = jax.device_put(batch, sharding.batch_sharding(mesh))
         params = jax.device_put(params, sharding.shardings(model_params(TINY.model), mesh))
-        jax.jit(functools.partial(train.gradients, step=0, cfg=TINY)).lower(params, placed).compile()
+        jax.jit(functools.partial(step_lib.gradients, step=0, cfg=TINY)).lower(params, placed).compile()
     assert "rematerialization" not in capfd.readouterr().err
 
 

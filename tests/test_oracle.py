@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from common import MESHES, TINY, assert_close, change, make_mesh, random_batch, random_params
 
-from minitf import sharding, train
+from minitf import sharding
+from minitf import step as step_lib
 from minitf.model import reference
 from minitf.model.attention import ATTENTION
 from minitf.model.mlp import MLP
@@ -110,7 +111,7 @@ def actual(cfg, mesh_name: str):
     mesh = make_mesh(mesh_name)
 
     def step(params, batch):
-        losses, grads = train.gradients(params, batch, jnp.int32(0), cfg)
+        losses, grads = step_lib.gradients(params, batch, jnp.int32(0), cfg)
         return losses["loss"] + (cfg.loss.z_loss or 0) * losses.get("z_loss", 0), grads
 
     with jax.set_mesh(mesh):

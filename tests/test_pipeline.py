@@ -11,6 +11,7 @@ import pytest
 from common import MESHES, TINY, change, fit, make_mesh, random_params
 
 from minitf import sharding, train
+from minitf import step as step_lib
 from minitf.data import pipeline
 from minitf.data.pipeline import DATASETS, DataConfig, HostRows, evaluation_rows, host_rows, load, training_rows
 from minitf.data.store import DataError, Rows, Store
@@ -275,11 +276,11 @@ def test_P48_evaluation_loss_is_the_same_for_every_batch_size():
             inputs, targets = ids[i : min(i + 8, 34)], ids[i + 1 : i + 9]
             logp = np.asarray(jax.nn.log_softmax(logits(params, inputs[None])[0]), np.float64)
             total -= sum(logp[t, target] for t, target in enumerate(targets))
-        step = jax.jit(functools.partial(train.eval_step, byte_lengths=None, cfg=cfg))
+        step = jax.jit(functools.partial(step_lib.eval_step, byte_lengths=None, cfg=cfg))
         for batch_size in (2, 3, 4, 5, 8):
             rows = evaluation_rows(Store("ids", ids, 64), 8, cfg.data, batch_size, None)
             layout = sharding.batch_sharding(make_mesh("1"))
-            values = train.evaluate(step, params, pipeline.batches(rows, batch_size, layout, cfg.data))
+            values = step_lib.evaluate(step, params, pipeline.batches(rows, batch_size, layout, cfg.data))
             assert values["eval/loss"] == pytest.approx(total / 34, abs=1e-6), batch_size
 
 

@@ -7,9 +7,12 @@ import os
 import jax
 import numpy as np
 import pytest
-from common import MESHES, ROOT, TINY, change, random_params, run_module
+from common import MESHES, ROOT, TINY, change, launch, random_params, run_module
 
-from minitf import config, run, train
+from minitf import config, train
+from minitf import params as P
+from minitf import step as step_lib
+from minitf.metrics import group_of
 from minitf.model.transformer import model_params
 from minitf.params import named
 
@@ -34,15 +37,6 @@ def text_config(corpus, **changes):
         mesh__fsdp=1,
     )
     return change(cfg, **changes)
-
-
-def launch(cfg, workdir, *, devices=1, capture=None):
-    """Trains as main does after parsing; (status, metrics.jsonl as dicts)."""
-    config.validate(cfg)
-    job = train.prepare(cfg, jax.devices()[:devices])
-    run.create(workdir, config.to_json(job.cfg))
-    status = train.train(job, workdir)
-    return status, [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
 def series(lines, tag):
@@ -94,7 +88,7 @@ def test_P58_memory_does_not_grow_with_steps(corpus, tmp_path):
     import psutil
 
     job = train.prepare(text_config(corpus, steps=500, log_every=100), jax.devices()[:1])
-    run.create(tmp_path / "w", config.to_json(job.cfg))
+    (tmp_path / "w").mkdir()
     used = {}
     write = train.MetricWriter.write
 
@@ -127,7 +121,7 @@ def test_tiny_has_the_same_first_ten_losses_on_every_mesh(tmp_path, mesh):
     for name in ("1", mesh):
         sizes = dict(zip(("mesh__data", "mesh__fsdp", "mesh__tensor"), MESHES.get(name, (1, -1, 1)), strict=True))
         job = train.prepare(change(cfg, **sizes), jax.devices()[:1] if name == "1" else None)
-        run.create(tmp_path / name, config.to_json(job.cfg))
+        (tmp_path / name).mkdir()
         with pytest.MonkeyPatch.context() as m:
             m.setattr(train.MetricWriter, "write", stop_after(10, losses.setdefault(name, [])))
             with pytest.raises(StopIteration):
@@ -199,9 +193,9 @@ def test_evaluation_counts_bits_per_byte_of_the_text(corpus):
 
     lengths = np.asarray(job.corpus.tokenizer.byte_lengths)
     with jax.set_mesh(job.mesh):
-        step = jax.jit(functools.partial(train.eval_step, byte_lengths=jax.numpy.asarray(lengths), cfg=job.cfg))
+        step = jax.jit(functools.partial(step_lib.eval_step, byte_lengths=jax.numpy.asarray(lengths), cfg=job.cfg))
         data = pipeline.evaluation_rows(job.corpus.val, 16, job.cfg.data, 8, None)
-        values = train.evaluate(
+        values = step_lib.evaluate(
             step, params, pipeline.batches(data, 8, sharding.batch_sharding(job.mesh), job.cfg.data)
         )
     assert values["eval/loss"] == pytest.approx(nats / 299, abs=1e-5)
@@ -212,12 +206,10 @@ def test_evaluation_counts_bits_per_byte_of_the_text(corpus):
 def test_norms_are_those_of_the_groups(corpus, tmp_path):
     cfg = text_config(corpus, steps=1, optimizer__kind="sgd", optimizer__learning_rate=1e-9)
     _, lines = launch(cfg, tmp_path / "w")
-    params = train.P.init(model_params(train.prepare(cfg, jax.devices()[:1]).cfg.model), jax.random.key(0))
+    params = P.init(model_params(train.prepare(cfg, jax.devices()[:1]).cfg.model), jax.random.key(0))
     squares = {}
     for name, a in named(params):
-        squares[train.group_of(name)] = squares.get(train.group_of(name), 0) + float(
-            (np.asarray(a, np.float64) ** 2).sum()
-        )
+        squares[group_of(name)] = squares.get(group_of(name), 0) + float((np.asarray(a, np.float64) ** 2).sum())
     for group, s in squares.items():
         assert lines[-1][f"norm/parameter/{group}"] == pytest.approx(math.sqrt(s), rel=1e-5)
     gradient = math.sqrt(sum(v**2 for k, v in lines[-1].items() if k.startswith("norm/gradient/")))
@@ -232,6 +224,7 @@ def test_modules_import_only_what_stands_above_them():
         *(
             "tables",
             "params",
+            "checksum",
             "sharding",
             "model.ops",
             "model.attention",
@@ -247,7 +240,9 @@ def test_modules_import_only_what_stands_above_them():
             "state",
             "metrics",
             "distributed",
+            "checkpoint",
             "config",
+            "step",
             "run",
             "train",
         ),

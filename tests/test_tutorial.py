@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from common import ROOT, fit, run_module
 
-from minitf import config, params, train
+from minitf import config, params
+from minitf import step as step_lib
 from minitf.data import pipeline
 from minitf.data.store import Rows
 from minitf.model.transformer import model, model_params
@@ -37,7 +38,7 @@ def test_logits_have_the_tutorials_shape():
 
 def test_parameters_and_gradients_are_finite():
     weights, batch = tutorial()
-    losses, grads = train.gradients(weights, batch, jnp.int32(0), CFG)
+    losses, grads = step_lib.gradients(weights, batch, jnp.int32(0), CFG)
     assert all(np.isfinite(a).all() for a in jax.tree.leaves((weights, grads, losses)))
     assert float(losses["loss"]) == pytest.approx(np.log(32), abs=0.2)
 

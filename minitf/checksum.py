@@ -1,0 +1,60 @@
+"""Checksums of arrays, computed where the arrays live: the same bits on any mesh, and different ones for any changed element."""
+
+import hashlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from minitf import params as P
+
+
+def words(x: jax.Array) -> jax.Array:
+    """The bits of an array as uint32, elements of 64 bits as two along a new last dimension."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == bool:
+        return x.astype(jnp.uint32)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+def mixed(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 whose every output bit depends on every input bit: MurmurHash3's 32-bit finaliser (A. Appleby)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """uint32 [2]. Each element's bits are multiplied by two odd numbers made from its place and summed modulo 2^32: a sum of
+    integers has no order, so neither mesh nor compiler changes it; an odd factor is invertible, so one changed element always
+    changes both sums, and other changes go unseen once in 2^64."""
+    x = words(x)
+    strides = [math.prod(x.shape[i + 1 :]) % 2**32 for i in range(x.ndim)]
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for i, stride in enumerate(strides):
+        place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, i) * jnp.uint32(stride)
+    factors = (mixed(place + jnp.uint32(salt)) | 1 for salt in (0x9E3779B9, 0x7F4A7C15))
+    return jnp.stack([jnp.sum(x * f, dtype=jnp.uint32) for f in factors])
+
+
+def hexadecimal(sums: Any) -> str:
+    """A fetched checksum as 16 hexadecimal digits."""
+    high, low = (int(s) for s in sums)
+    return f"{high:08x}{low:08x}"
+
+
+_checksums = jax.jit(lambda tree: jax.tree.map(checksum, tree))
+
+
+def checksums(tree: Any) -> dict[str, str]:
+    """The checksum of every array, by name. Waits for the arrays."""
+    return {name: hexadecimal(sums) for name, sums in P.named(jax.device_get(_checksums(tree)))}
+
+
+def combined(arrays: dict[str, dict[str, Any]], prefix: str = "") -> str:
+    """One checksum of all arrays whose names begin with the prefix, from theirs."""
+    text = " ".join(f"{name} {a['checksum']}" for name, a in sorted(arrays.items()) if name.startswith(prefix))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

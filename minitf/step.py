@@ -1,0 +1,135 @@
+"""One step: gradients, update and metrics; and the step of evaluation. Pure functions of state and batch."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from minitf import params as P
+from minitf.checksum import checksum
+from minitf.config import Config
+from minitf.metrics import group_of
+from minitf.model.loss import loss_sums, mean
+from minitf.model.transformer import hidden
+from minitf.state import TrainState
+
+Batch = dict[str, jax.Array]
+
+# ---- training
+
+
+def dropout_keys(cfg: Config, step: jax.Array, rows: jax.Array) -> jax.Array | None:
+    """One key for each row of the global batch: a function of seed, step and row alone."""
+    if not (cfg.model.dropout or cfg.model.attention.dropout):
+        return None
+    key = jax.random.fold_in(jax.random.key(cfg.seed), zlib.crc32(b"dropout"))
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), rows)
+
+
+def batch_sums(params: Any, batch: Batch, cfg: Config, keys: jax.Array | None = None) -> dict[str, jax.Array]:
+    """Weighted sums of losses over a batch."""
+    positions, segments = batch.get("positions"), batch.get("segments")
+    x = hidden(params, batch["inputs"], cfg.model, positions=positions, segments=segments, dropout_keys=keys)
+    return loss_sums(params, x, batch["targets"], batch["weights"], cfg.model, cfg.loss.chunk)
+
+
+def accumulated(f: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
+    """The sum of f over `parts` microbatches, one after the other. Microbatch i takes rows i, i + parts, ..., so that each
+    device works on its own rows."""
+    if parts == 1:
+        return f(batch)
+    micro = jax.tree.map(lambda a: a.reshape(a.shape[0] // parts, parts, *a.shape[1:]).swapaxes(0, 1), batch)
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(f, jax.tree.map(lambda a: a[0], micro)))
+    total, _ = jax.lax.scan(lambda total, b: (jax.tree.map(jnp.add, total, f(b)), None), zero, micro)
+    return total
+
+
+def gradients(params: Any, batch: Batch, step: jax.Array, cfg: Config) -> tuple[dict[str, jax.Array], Any]:
+    """(mean losses, gradient) of the batch: sums over its tokens divided by the sum of its weights, which is known before any
+    microbatch is computed, so that neither accumulation nor padding nor the mesh changes them."""
+    weight = jnp.sum(batch["weights"])
+
+    def loss_fn(params: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        sums = batch_sums(params, micro, cfg, dropout_keys(cfg, step, micro["rows"]))
+        losses = {name: mean(total, weight) for name, total in sums.items()}
+        if cfg.loss.z_loss is None:
+            del losses["z_loss"]
+        return losses["loss"] + (cfg.loss.z_loss or 0.0) * losses.get("z_loss", 0.0), losses
+
+    def part(micro: Batch) -> tuple[dict[str, jax.Array], Any]:
+        (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, micro)
+        return losses, grads
+
+    rows = jnp.arange(batch["inputs"].shape[0])
+    return accumulated(part, {**batch, "rows": rows}, cfg.accumulation)
+
+
+def group_norms(kind: str, tree: Any) -> dict[str, jax.Array]:
+    """Norms by group of parameters, tagged `norm/KIND/GROUP`."""
+    squares: dict[str, Any] = {}
+    for name, leaf in P.named(tree):
+        group = group_of(name)
+        squares[group] = squares.get(group, 0.0) + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+    return {f"norm/{kind}/{group}": jnp.sqrt(s) for group, s in squares.items()}
+
+
+def train_step(
+    state: TrainState, batch: Batch, *, cfg: Config, tx: optax.GradientTransformation, schedule: optax.Schedule
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer step: accumulate, measure the norm, clip, update. An update that is not finite is not applied."""
+    losses, grads = gradients(state.params, batch, state.step, cfg)
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(norm)
+
+    def apply(params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, group_norms("update", updates)
+
+    def keep(params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
+        return params, opt_state, jax.tree.map(jnp.zeros_like, group_norms("update", params))
+
+    params, opt_state, update_norms = jax.lax.cond(finite, apply, keep, state.params, state.opt_state)
+    skipped = state.skipped + ~finite
+    metrics = {f"train/{name}": value for name, value in losses.items()}
+    metrics |= {
+        # The optimizer counts the updates that were applied, and so does its schedule.
+        "train/learning_rate": schedule(state.step - state.skipped),
+        "train/grad_norm": norm,
+        "train/skipped_steps": skipped,
+        **group_norms("gradient", grads),
+        **update_norms,
+        **group_norms("parameter", params),
+        "finite": finite,
+        "batch": checksum(batch["inputs"]),
+    }
+    return TrainState(state.step + 1, skipped, params, opt_state), metrics
+
+
+# ---- evaluation
+
+
+def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg: Config) -> dict[str, jax.Array]:
+    """Sums over a batch: nats, tokens, and bytes of the tokens' text where the tokenizer is known."""
+    sums = {"nats": batch_sums(params, batch, cfg)["loss"], "tokens": jnp.sum(batch["weights"])}
+    if byte_lengths is not None:
+        sums["bytes"] = jnp.sum(byte_lengths[batch["targets"]] * batch["weights"])
+    return sums
+
+
+def evaluate(
+    step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, batches: Iterator[Batch]
+) -> dict[str, float]:
+    """Loss, perplexity and bits per byte over all tokens of the batches, each counted once. Sums are float64 on the host."""
+    totals: dict[str, float] = {}
+    for batch in batches:
+        for name, value in step_fn(params, batch).items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    loss = totals["nats"] / max(totals["tokens"], 1)
+    values = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+    if totals.get("bytes"):
+        values["eval/bits_per_byte"] = totals["nats"] / math.log(2) / totals["bytes"]
+    return values

@@ -1,0 +1,95 @@
+"""Names the first step at which two runs differ: in settings, data, loss or parameters.
+
+python -m tools.compare_runs runs/a runs/b
+
+Every step's batch is compared by its checksum, every logged step's losses to the last bit, parameters where both runs saved
+them, all as the runs recorded them in events.jsonl and metrics.jsonl; no device is used. Exit status: 0 equal, 1 different, 2
+where a directory is no run.
+"""
+
+import argparse
+import sys
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from minitf import config, run
+from minitf.metrics import json_lines
+
+
+class Record(NamedTuple):
+    """What a run left of each step; of a step that was done twice, the last time."""
+
+    config: dict[str, Any]
+    batches: dict[int, str]
+    metrics: dict[int, dict[str, Any]]
+    parameters: dict[int, str]
+
+    @property
+    def losses(self) -> dict[int, tuple]:
+        tags = ("train/loss", "train/learning_rate", "eval/loss")
+        return {step: tuple(m.get(t) for t in tags) for step, m in self.metrics.items() if m.keys() & set(tags)}
+
+
+def read(workdir: epath.Path) -> Record:
+    """Raises ValueError where the directory is no run."""
+    stored = run.stored_config(workdir)
+    if stored is None:
+        raise ValueError(f"{workdir}: no config.json, so no run")
+    batches, parameters = {}, {}
+    for event in json_lines(workdir / "events.jsonl"):
+        if event["event"] == "steps":
+            batches |= dict(zip(range(event["first"], event["last"] + 1), event["batches"], strict=True))
+        elif event["event"] == "save" and event["state"] == "end":
+            parameters[event["step"]] = event["parameters"]
+    metrics: dict[int, dict[str, Any]] = {}
+    for line in json_lines(workdir / "metrics.jsonl"):
+        metrics.setdefault(line["step"], {}).update(line)
+    return Record(config.flat(stored[0]), batches, metrics, parameters)
+
+
+def first_difference(a: dict[int, Any], b: dict[int, Any]) -> int | None:
+    """The first step that both have and that differs."""
+    return next((step for step in sorted(a.keys() & b.keys()) if a[step] != b[step]), None)
+
+
+def compare(a: Record, b: Record) -> tuple[list[str], bool]:
+    """(what to print, whether all that both runs recorded is equal)."""
+    lines = [
+        f"config {name}: {a.config[name]} | {b.config[name]}" for name in a.config if a.config[name] != b.config[name]
+    ]
+    equal = True
+    for what, x, y in (
+        ("data", a.batches, b.batches),
+        ("losses", a.losses, b.losses),
+        ("parameters", a.parameters, b.parameters),
+    ):
+        both = x.keys() & y.keys()
+        step = first_difference(x, y)
+        if step is not None:
+            lines.append(f"{what}: differ first at step {step}: {x[step]} | {y[step]}")
+            equal = False
+        elif both:
+            lines.append(f"{what}: equal in all {len(both)} steps that both recorded, {min(both)} to {max(both)}")
+        else:
+            lines.append(f"{what}: no step that both recorded")
+            equal = False
+    return lines, equal
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.compare_runs", description=__doc__.splitlines()[0])
+    parser.add_argument("a", metavar="A", help="work directory")
+    parser.add_argument("b", metavar="B", help="work directory")
+    args = parser.parse_args(argv)
+    try:
+        records = [read(run.resolve(w, "work directory")) for w in (args.a, args.b)]
+    except ValueError as e:
+        config.fail(str(e))
+    lines, equal = compare(*records)
+    print("\n".join(lines))
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
