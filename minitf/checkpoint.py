@@ -10,6 +10,8 @@ import functools
 import importlib.metadata
 import logging
 import math
+import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -69,11 +71,14 @@ def check_fit(where: str, saved: dict[str, dict[str, Any]], target: Any) -> None
         raise ValueError(f"{where}: does not fit\n" + "\n".join(lines))
 
 
-def first_line(e: BaseException) -> str:
-    """An exception as one line that fits a message; the root of a chain says most."""
+def reason(e: BaseException) -> str:
+    """An exception in one line: the system's own words where it comes from the system, else the root of its chain."""
     while e.__cause__ is not None:
         e = e.__cause__
     text = str(e).strip()
+    number = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's, after names of files
+    if number or (isinstance(e, OSError) and e.errno is not None):
+        return os.strerror(int(number[1]) if number else e.errno)
     return f"{type(e).__name__}: {text.splitlines()[0][:300]}" if text else type(e).__name__
 
 
@@ -84,7 +89,7 @@ class Checkpoints:
     """The checkpoints of one run, in DIRECTORY/STEP. As a context it waits, on leaving, for the write under way."""
 
     def __init__(self, directory: epath.Path, cfg: CheckpointConfig = CheckpointConfig(), *, read_only: bool = False):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells some thirty lines a save
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells some thirty lines a save, and errors twice
         policy = ocp.checkpoint_managers.preservation_policy
         keep = [policy.LatestN(cfg.keep)]
         if cfg.keep_every is not None:
@@ -99,6 +104,11 @@ class Checkpoints:
         self._saving: int | None = None  # the step whose write is under way
         self._manager = ocp.CheckpointManager(
             directory,
+            # Weights do not compress: a tenth of the bytes would cost seven times the processor time.
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(use_compression=False),
+                "about": ocp.JsonCheckpointHandler(),
+            },
             options=ocp.CheckpointManagerOptions(
                 best_fn=loss_of,  # so that metrics are written at all
                 best_mode="min",
@@ -173,9 +183,9 @@ class Checkpoints:
 
     def _failed(self, e: Exception) -> SaveError:
         step, self._saving = self._saving, None
-        good = [s for s in self.steps() if s != step]
+        good = sorted(s for s in self._manager.all_steps(read=True) if s != step)
         left = f"the newest complete checkpoint is of step {good[-1]}" if good else "there is no complete checkpoint"
-        return SaveError(f"the checkpoint of step {step} could not be written: {first_line(e)}; {left}")
+        return SaveError(f"the checkpoint of step {step} could not be written: {reason(e)}; {left}")
 
     def about(self, step: int) -> dict[str, Any]:
         """The JSON object of a checkpoint."""
@@ -200,7 +210,7 @@ class Checkpoints:
                 about = self.about(step)
                 about["arrays"]
             except Exception as e:  # whatever a damaged file makes Orbax raise
-                damaged[step] = first_line(e)
+                damaged[step] = reason(e)
                 continue
             yield step, about
 
@@ -230,7 +240,7 @@ class Checkpoints:
             except Exception as e:
                 if "RESOURCE_EXHAUSTED" in str(e):
                     raise  # the memory is too small, not the file bad
-                damaged[step] = first_line(e)
+                damaged[step] = reason(e)
         if damaged:
             raise self._all_damaged(damaged)
         return None

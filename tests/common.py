@@ -119,6 +119,27 @@ def fit(cfg: Config, batches: list, *, mesh: str = "1", params: Any = None) -> t
     return history, jax.tree.map(np.asarray, state.params)
 
 
+TEXT = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(8 * 16 * 5 + 1))  # 40 windows of 16
+
+
+def text_config(corpus: Path, **changes: Any) -> Config:
+    """TINY on the characters of TEXT, on one device; see the fixture `corpus`."""
+    cfg = change(
+        TINY,
+        data__kind="text",
+        data__path=str(corpus / "train.txt"),
+        data__val_path=str(corpus / "val.txt"),
+        data__tokenizer="chars",
+        mesh__fsdp=1,
+    )
+    return change(cfg, **changes)
+
+
+def series(lines: list[dict[str, Any]], tag: str) -> dict[int, Any]:
+    """step -> value of a tag, of the objects of metrics.jsonl."""
+    return {line["step"]: line[tag] for line in lines if tag in line}
+
+
 def launch(cfg: Config, workdir: Path, *, devices: int | None = 1, **options: Any) -> tuple[int, list[dict[str, Any]]]:
     """Trains as main does after parsing, on the first devices (None: all); (status, objects of metrics.jsonl)."""
     config.validate(cfg)

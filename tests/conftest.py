@@ -16,3 +16,16 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with a training and a validation text."""
+    from common import TEXT
+
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "train.txt").write_text(TEXT)
+    (folder / "val.txt").write_text(TEXT[100:400])
+    return folder

@@ -7,7 +7,7 @@ import os
 import jax
 import numpy as np
 import pytest
-from common import MESHES, ROOT, TINY, change, launch, random_params, run_module
+from common import MESHES, ROOT, TEXT, change, launch, random_params, run_module, series, text_config
 
 from minitf import config, train
 from minitf import params as P
@@ -15,32 +15,6 @@ from minitf import step as step_lib
 from minitf.metrics import group_of
 from minitf.model.transformer import model_params
 from minitf.params import named
-
-TEXT = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(8 * 16 * 5 + 1))  # 40 windows of 16
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "train.txt").write_text(TEXT)
-    (folder / "val.txt").write_text(TEXT[100:400])
-    return folder
-
-
-def text_config(corpus, **changes):
-    cfg = change(
-        TINY,
-        data__kind="text",
-        data__path=str(corpus / "train.txt"),
-        data__val_path=str(corpus / "val.txt"),
-        data__tokenizer="chars",
-        mesh__fsdp=1,
-    )
-    return change(cfg, **changes)
-
-
-def series(lines, tag):
-    return {line["step"]: line[tag] for line in lines if tag in line}
 
 
 def test_P17_steps_schedule_and_evaluations_count_optimizer_steps(corpus, tmp_path):
