@@ -118,7 +118,9 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    lines, equal = compare_runs.compare(compare_runs.read(undisturbed), compare_runs.read(disturbed))
+    a, b = compare_runs.read(undisturbed), compare_runs.read(disturbed)
+    lines, equal = compare_runs.compare(a, b)
+    equal = equal and a.batches.keys() == b.batches.keys() and {steps} <= a.parameters.keys() & b.parameters.keys()
     print("kills: " + ", ".join(f"{n} in {phase}" for phase, n in sorted(done.items())))
     print("\n".join(lines))
     return 0 if equal else 1

@@ -25,10 +25,8 @@ class Record(NamedTuple):
     metrics: dict[int, dict[str, Any]]
     parameters: dict[int, str]
 
-    @property
-    def losses(self) -> dict[int, tuple]:
-        tags = ("train/loss", "train/learning_rate", "eval/loss")
-        return {step: tuple(m.get(t) for t in tags) for step, m in self.metrics.items() if m.keys() & set(tags)}
+    def series(self, tag: str) -> dict[int, Any]:
+        return {step: values[tag] for step, values in self.metrics.items() if tag in values}
 
 
 def read(workdir: epath.Path) -> Record:
@@ -54,14 +52,14 @@ def first_difference(a: dict[int, Any], b: dict[int, Any]) -> int | None:
 
 
 def compare(a: Record, b: Record) -> tuple[list[str], bool]:
-    """(what to print, whether all that both runs recorded is equal)."""
+    """(what to print, whether both recorded the same steps' batches and all that both recorded is equal)."""
     lines = [
         f"config {name}: {a.config[name]} | {b.config[name]}" for name in a.config if a.config[name] != b.config[name]
     ]
-    equal = True
+    equal = bool(a.batches.keys() & b.batches.keys())
     for what, x, y in (
         ("data", a.batches, b.batches),
-        ("losses", a.losses, b.losses),
+        *((tag, a.series(tag), b.series(tag)) for tag in ("train/loss", "train/learning_rate", "eval/loss")),
         ("parameters", a.parameters, b.parameters),
     ):
         both = x.keys() & y.keys()
@@ -73,7 +71,6 @@ def compare(a: Record, b: Record) -> tuple[list[str], bool]:
             lines.append(f"{what}: equal in all {len(both)} steps that both recorded, {min(both)} to {max(both)}")
         else:
             lines.append(f"{what}: no step that both recorded")
-            equal = False
     return lines, equal
 
 

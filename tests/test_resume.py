@@ -1,0 +1,531 @@
+"""A run that is stopped, killed or starved goes on as if nothing had been: same rows, losses, rates and parameters, to the bit."""
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import psutil
+import pytest
+from common import ROOT, TINY, change, launch, series, text_config
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from minitf import metrics, run, train
+from minitf import params as P
+from minitf.data import pipeline
+from minitf.metrics import json_lines
+from tests.test_checkpoint import largest_file, truncate
+from tools import compare_runs
+
+
+def saving(corpus, **changes):
+    """A run that saves: dropout, accumulation and shuffling are on."""
+    defaults = dict(steps=20, accumulation=2, model__dropout=0.1, checkpoint__last=True, checkpoint__keep=None)
+    return text_config(corpus, **(defaults | changes))
+
+
+def about(workdir, step):
+    """What the checkpoint of a step says."""
+    with run.checkpoints_of(run.resolve(str(workdir))) as checkpoints:
+        return checkpoints.about(step)
+
+
+def same(a, b) -> None:
+    """Asserts that two runs recorded the same batches, losses and parameters in all steps that both recorded."""
+    lines, equal = compare_runs.compare(*(compare_runs.read(run.resolve(str(w))) for w in (a, b)))
+    assert equal, "\n".join(lines)
+
+
+def final(workdir):
+    return jax.tree.map(np.asarray, run.load_model(workdir).params)
+
+
+class Killed(BaseException):
+    """What no handler of the run may catch for its own ends."""
+
+
+@contextlib.contextmanager
+def killed_after(step):
+    """The run dies as soon as it has logged this step."""
+    write = metrics.MetricWriter.write
+
+    def dying(self, at, values):
+        write(self, at, values)
+        if at == step and "train/loss" in values:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics.MetricWriter, "write", dying)
+        with contextlib.suppress(Killed):
+            yield
+            raise AssertionError(f"the run lived on after step {step}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rate_known():
+    """Measuring the machine's rate in each run would take longer than the runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "peak_flops", lambda devices, dtype: 1e12)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_shared():
+    """Runs of this process with the same step share its traces: they are alike, and most of the time of so short a run."""
+    real, made = train.program, {}
+
+    def program(job):
+        assert job.cfg.optimizer.schedule == "constant"  # else the number of steps would be part of the step
+        alike = dict(steps=None, log_every=1, eval_every=None, init_from=None, checkpoint=TINY.checkpoint)
+        key = change(job.cfg, **alike), job.mesh
+        if key not in made:
+            made[key] = real(job)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "program", program)
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory):
+    """The work directory of a run of these settings that nothing disturbed."""
+
+    @functools.cache
+    def undisturbed(**changes):
+        workdir = tmp_path_factory.mktemp("undisturbed") / "w"
+        status, _ = launch(saving(corpus, **changes), workdir)
+        assert status == 0
+        return workdir
+
+    return undisturbed
+
+
+# ---- the same run
+
+
+@pytest.mark.parametrize("cut", [13, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 10))])  # 5: an epoch's edge
+def test_P20_interrupted_run_equals_the_uninterrupted(corpus, undisturbed, tmp_path, cut):
+    whole = undisturbed()
+    launch(saving(corpus, steps=cut), tmp_path / "w")
+    status, lines = launch(saving(corpus), tmp_path / "w")
+    assert status == 0
+    assert list(series(lines, "train/loss")) == list(range(1, 21))
+    for tag in ("train/loss", "train/learning_rate", "train/grad_norm"):
+        assert series(lines, tag) == series(json_lines(run.resolve(str(whole)) / "metrics.jsonl"), tag)
+    same(whole, tmp_path / "w")
+    jax.tree.map(np.testing.assert_array_equal, final(whole), final(tmp_path / "w"))
+    assert about(tmp_path / "w", 20)["arrays"] == about(whole, 20)["arrays"]  # the optimizer's state too
+    # The comparison is worth something: batches differ from step to step, and each epoch has its own order.
+    batches = compare_runs.read(run.resolve(str(whole))).batches
+    assert len(set(batches.values())) == 20
+
+
+def test_P20_killed_run_equals_the_undisturbed(corpus, undisturbed, tmp_path):
+    with killed_after(17):
+        launch(saving(corpus, checkpoint__every=5), tmp_path / "w")
+    status, _ = launch(saving(corpus, checkpoint__every=5), tmp_path / "w")
+    assert status == 0
+    same(undisturbed(checkpoint__every=5), tmp_path / "w")
+
+
+def test_P21_dropout_goes_on_where_it_was(corpus, undisturbed, tmp_path):
+    changes = dict(model__dropout=0.5, data__shuffle=False)
+    whole = undisturbed(**changes)
+    launch(saving(corpus, steps=10, **changes), tmp_path / "w")
+    launch(saving(corpus, **changes), tmp_path / "w")
+    same(whole, tmp_path / "w")
+    # Without shuffling step 11 sees the batch of step 1: a dropout that began again would give its masks again.
+    batches = compare_runs.read(run.resolve(str(whole))).batches
+    assert batches[1] == batches[11]
+
+
+LOADERS = [
+    dict(shuffle=s, isolate_documents=i, threads=t) for s in (True, False) for i in (True, False) for t in (1, 4)
+]
+CONTINUE = """
+import json, sys
+from tests.test_resume import batches_of
+json.dump(batches_of(*json.load(sys.stdin)), sys.stdout)
+"""
+
+
+def batches_of(folder, positions, n):
+    """For every way to load and every position the ids of the next n batches."""
+    out = []
+    for loader in LOADERS:
+        cfg = change(TINY.data, kind="text", path=folder, **loader)
+        store = pipeline.load(cfg, None).train
+        rows = pipeline.training_rows(store, 16, cfg, seed=3)
+        layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        for start in positions:
+            found = pipeline.batches(rows, 8, layout, cfg, start)
+            out.append([np.asarray(next(found)["inputs"]).tolist() for _ in range(n)])
+    return out
+
+
+def test_P22_a_new_process_goes_on_at_any_position(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"document {i}: " + "abcdefgh"[i % 8] * (10 + i))
+    positions = (0, 1, 7)
+    whole = batches_of(str(folder), (0,), 27)
+    done = subprocess.run(
+        [sys.executable, "-c", CONTINUE],
+        input=json.dumps([str(folder), positions, 20]),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+    )
+    expected = [w[start : start + 20] for w in whole for start in positions]
+    assert json.loads(done.stdout) == expected
+    assert len({json.dumps(e) for e in expected}) == 2 * len(positions)  # shuffled or not, in every position
+
+
+@pytest.mark.parametrize("every", [3, pytest.param(7, marks=pytest.mark.slow)])
+def test_P24_saving_evaluating_and_logging_change_nothing(corpus, undisturbed, tmp_path, every):
+    cfg = saving(corpus, checkpoint__every=every, eval_every=every, log_every=every, checkpoint__keep=1)
+    status, _ = launch(cfg, tmp_path / "w")
+    assert status == 0
+    same(undisturbed(), tmp_path / "w")
+
+
+def test_P25_evaluating_and_saving_every_step_saves_the_values_after_it(corpus, undisturbed, tmp_path):
+    cfg = saving(corpus, steps=5, eval_every=1, checkpoint__every=1)
+    assert launch(cfg, tmp_path / "w")[0] == 0
+    for step in (3, 5):
+        assert about(tmp_path / "w", step)["arrays"] == about(undisturbed(steps=step), step)["arrays"]
+
+
+def test_P17_checkpoints_count_optimizer_steps(corpus, tmp_path):
+    launch(saving(corpus, steps=12, accumulation=4, checkpoint__every=6), tmp_path / "w")
+    assert sorted(p.name for p in (tmp_path / "w/checkpoints").iterdir()) == ["12", "6"]
+    assert about(tmp_path / "w", 6)["data"]["next_batch"] == 6
+
+
+# ---- other meshes
+
+
+@pytest.fixture(scope="module")
+def on_eight(corpus, tmp_path_factory):
+    """A run on (1, 8, 1): saved after step 5, and gone on to step 8."""
+    cfg = saving(corpus, model__vocab_size=64, mesh__fsdp=8, checkpoint__every=5, steps=8, accumulation=1)
+    workdir = tmp_path_factory.mktemp("eight") / "w"
+    with killed_after(6):
+        launch(cfg, workdir, devices=8)
+    shutil.copytree(workdir, workdir.parent / "at5")
+    launch(cfg, workdir, devices=8)
+    return cfg, workdir.parent / "at5", workdir
+
+
+@pytest.mark.parametrize(
+    "mesh", [(1, 1, 1), (2, 2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in ((1, 2, 1), (2, 2, 1)))]
+)
+def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
+    cfg, at5, eight = on_eight
+    shutil.copytree(at5, tmp_path / "w")
+    data, fsdp, tensor = mesh
+    cfg = change(cfg, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor)
+    job = train.prepare(cfg, jax.devices()[: math.prod(mesh)])
+    with train.surroundings(job), run.checkpoints_of(run.resolve(str(tmp_path / "w"))) as checkpoints:
+        restored = checkpoints.restore_newest(
+            train.program(job).state
+        )  # verified against the checksums of eight devices
+        assert restored.about["step"] == int(restored.tree.step) == restored.about["data"]["next_batch"] == 5
+    status, lines = launch(cfg, tmp_path / "w", devices=math.prod(mesh))
+    assert status == 0
+    expected = json_lines(run.resolve(str(eight)) / "metrics.jsonl")
+    assert series(lines, "train/loss") == pytest.approx(series(expected, "train/loss"), abs=1e-5)
+    assert list(series(lines, "train/loss")) == list(range(1, 9))
+    # The same rows, whatever the mesh.
+    a, b = (compare_runs.read(run.resolve(str(w))).batches for w in (tmp_path / "w", eight))
+    assert a == b
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "restored_on"), [((1, 1, 2), (1, 1, 1)), pytest.param((1, 1, 1), (1, 1, 2), marks=pytest.mark.slow)]
+)
+def test_P53_saved_on_one_tensor_axis_restored_on_another(corpus, tmp_path, saved_on, restored_on):
+    def cfg(mesh, **changes):
+        return saving(corpus, model__vocab_size=64, mesh__tensor=mesh[2], accumulation=1, **changes)
+
+    launch(cfg(saved_on, steps=5), tmp_path / "w", devices=math.prod(saved_on))
+    _, lines = launch(cfg(restored_on, steps=8), tmp_path / "w", devices=math.prod(restored_on))
+    _, whole = launch(cfg(saved_on, steps=8), tmp_path / "whole", devices=math.prod(saved_on))
+    assert series(lines, "train/loss") == pytest.approx(series(whole, "train/loss"), abs=1e-5)
+
+
+# ---- what a second start does
+
+
+def refusal(*args, **kwargs) -> str:
+    with pytest.raises((ValueError, train.Refused)) as refused:
+        launch(*args, **kwargs)
+    return str(refused.value)
+
+
+def test_P19_finished_run_says_so_and_changes_nothing(corpus, tmp_path, capsys, monkeypatch):
+    launch(saving(corpus, steps=5), tmp_path / "w")
+    before = {p: p.read_bytes() for p in (tmp_path / "w").rglob("*") if p.is_file() and p.name != "events.jsonl"}
+    monkeypatch.setattr(train, "training_batches", None)  # neither read nor compiled for
+    capsys.readouterr()
+    for _ in range(2):
+        status, _ = launch(saving(corpus, steps=5), tmp_path / "w")
+        assert status == 0
+    assert capsys.readouterr().out.count("step 5 of 5 is already done; to go on, give more steps") == 2
+    after = {p: p.read_bytes() for p in (tmp_path / "w").rglob("*") if p.is_file() and p.name != "events.jsonl"}
+    assert after == before
+
+
+def test_P18_zero_steps_save_step_0_and_can_go_on(corpus, undisturbed, tmp_path):
+    assert launch(saving(corpus, steps=0), tmp_path / "w")[0] == 0
+    assert about(tmp_path / "w", 0)["data"]["next_batch"] == 0
+    assert launch(saving(corpus), tmp_path / "w")[0] == 0
+    same(undisturbed(), tmp_path / "w")
+
+
+def test_P23_another_batch_size_is_refused_with_both(corpus, tmp_path):
+    launch(saving(corpus, steps=5, batch_size=4), tmp_path / "w")
+    message = refusal(saving(corpus, steps=10, batch_size=8), tmp_path / "w")
+    assert "holds a run with other settings\n  batch_size: 4 -> 8\n" in message
+
+
+def test_P27_a_more_steps_go_on_and_say_from_where(corpus, tmp_path, capsys):
+    launch(saving(corpus, steps=5), tmp_path / "w")
+    launch(saving(corpus, steps=8), tmp_path / "w")
+    assert "resuming after step 5 of 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        (dict(model__dim=32), "model.dim: 16 -> 32"),
+        (dict(seed=1), "seed: 0 -> 1"),
+        (dict(seq_len=8), "seq_len: 16 -> 8"),
+        (dict(optimizer__kind="lion", optimizer__b2=None), "optimizer.kind: adamw -> lion"),
+        (dict(data__shuffle=False), "data.shuffle: True -> False"),
+        (dict(model__attention__num_kv_heads=4, seed=2), "seed: 0 -> 2\n  model.attention.num_kv_heads: 2 -> 4"),
+    ],
+)
+def test_P27_b_what_must_not_change_is_refused_with_old_and_new(corpus, tmp_path, changes, lines):
+    config_of = lambda cfg: train.prepare(cfg, jax.devices()[:1]).cfg
+    workdir = run.resolve(str(tmp_path))
+    run.begin(workdir, config_of(saving(corpus, steps=1)))
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="holds a run with other settings") as refused:
+        run.begin(workdir, config_of(saving(corpus, steps=5, **changes)))
+    message = str(refused.value)
+    assert f"\n  {lines}\n" in message
+    assert "--overwrite" in message
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_P27_c_other_contents_of_the_data_are_refused(corpus, tmp_path):
+    path = tmp_path / "train.txt"
+    path.write_text((corpus / "train.txt").read_text())
+    cfg = saving(corpus, steps=5, data__path=str(path))
+    launch(cfg, tmp_path / "w")
+    path.write_text((corpus / "train.txt").read_text()[::-1])
+    assert "data sha256: " in refusal(change(cfg, steps=8), tmp_path / "w")
+    # The same contents elsewhere are the same data.
+    assert launch(saving(corpus, steps=8), tmp_path / "w")[0] == 0
+
+
+def test_P27_d_P32_overwrite_starts_anew_and_saves_below_the_older_steps(corpus, tmp_path):
+    launch(saving(corpus, steps=8), tmp_path / "w")
+    _, lines = launch(saving(corpus, steps=6, seed=5, checkpoint__every=3), tmp_path / "w", overwrite=True)
+    assert list(series(lines, "train/loss")) == [1, 2, 3, 4, 5, 6]
+    assert sorted(p.name for p in (tmp_path / "w/checkpoints").iterdir()) == ["3", "6"]
+
+
+def test_what_may_change_may_and_is_told(corpus, undisturbed, tmp_path):
+    cfg = saving(corpus, steps=10)
+    launch(cfg, tmp_path / "w")
+    free = dict(log_every=5, accumulation=4, data__threads=1)
+    more = dict(model__remat="full", model__unroll=2, model__dtype="bfloat16", optimizer__learning_rate=1e-4)
+    assert run.differences(cfg, change(cfg, **more))[0] == []
+    job = train.prepare(saving(corpus, **free), jax.devices()[:1])
+    found, changed = run.begin(run.resolve(str(tmp_path / "w")), job.cfg)
+    assert found
+    assert {line.split(":")[0].replace(".", "__") for line in changed} == {"steps", *free}
+    _, lines = launch(saving(corpus, **free), tmp_path / "w")
+    expected = series(json_lines(run.resolve(str(undisturbed())) / "metrics.jsonl"), "train/loss")
+    assert series(lines, "train/loss")[20] == pytest.approx(expected[20], abs=1e-5)
+
+
+def test_a_run_without_a_checkpoint_starts_anew_and_leaves_no_double_lines(corpus, undisturbed, tmp_path):
+    with killed_after(3):
+        launch(saving(corpus), tmp_path / "w")
+    _, lines = launch(saving(corpus), tmp_path / "w")
+    assert [line["step"] for line in lines] == list(range(21))
+    same(undisturbed(), tmp_path / "w")
+
+
+def test_settings_newer_than_the_run_are_at_their_defaults_and_unknown_ones_refused(corpus, tmp_path):
+    launch(saving(corpus, steps=3), tmp_path / "w")
+    path = tmp_path / "w/config.json"
+    stored = json.loads(path.read_text())
+    del stored["watchdog"]
+    path.write_text(json.dumps(stored))
+    job = train.prepare(saving(corpus, steps=5), jax.devices()[:1])
+    assert "new since: watchdog" in run.begin(run.resolve(str(tmp_path / "w")), job.cfg)[1]
+    path.write_text(json.dumps(stored | {"watchdogs": {}}))
+    assert "watchdogs: no such setting; did you mean 'watchdog'?" in refusal(saving(corpus, steps=5), tmp_path / "w")
+
+
+# ---- its model
+
+
+def test_load_model_needs_only_the_directory(on_eight):
+    _, _, workdir = on_eight
+    model = run.load_model(workdir)
+    assert (model.step, model.cfg.model.vocab_size) == (8, 64)
+    assert {len(a.devices()) for a in jax.tree.leaves(model.params)} == {1}
+    saved = about(workdir, 8)["arrays"]
+    assert {f"params/{name}" for name, _ in P.named(model.params)} == {n for n in saved if n.startswith("params/")}
+    older = run.load_model(str(workdir), step=5)
+    assert older.step == 5
+    assert not np.array_equal(older.params["embedding"], model.params["embedding"])
+    with pytest.raises(ValueError, match=r"no checkpoint of step 7; there are those of \[5, 8\]"):
+        run.load_model(workdir, step=7)
+
+
+def test_init_from_takes_the_parameters_alone(corpus, undisturbed, tmp_path):
+    source = undisturbed(steps=5)
+    cfg = saving(corpus, steps=0, seed=7, init_from=str(source))
+    launch(cfg, tmp_path / "w")
+    jax.tree.map(np.testing.assert_array_equal, final(source), final(tmp_path / "w"))
+    arrays, trained = about(tmp_path / "w", 0)["arrays"], about(source, 5)["arrays"]
+    moments = [n for n in arrays if "/mu/" in n]
+    assert moments
+    assert all(arrays[n] != trained[n] for n in moments)  # the optimizer starts anew
+    with pytest.raises(ValueError, match=r"shape of params/embedding: saved .*, wanted .*"):
+        run.check_params(
+            run.resolve(str(source)), train.prepare(saving(corpus, model__dim=32), jax.devices()[:1]).specs
+        )
+
+
+# ---- faults
+
+
+def test_P30_resume_from_the_newest_good_checkpoint_is_told_and_loses_nothing(corpus, undisturbed, tmp_path, capsys):
+    with killed_after(17):
+        launch(saving(corpus, checkpoint__every=5), tmp_path / "w")
+    truncate(largest_file(run.resolve(str(tmp_path / "w/checkpoints/15"))))
+    capsys.readouterr()
+    status, lines = launch(saving(corpus, checkpoint__every=5), tmp_path / "w")
+    out = capsys.readouterr().out
+    assert status == 0
+    assert "warning: the checkpoint of step 15 is damaged" in out
+    assert "going on from step 10" in out
+    assert (tmp_path / "w/damaged/15").exists()
+    assert list(series(lines, "train/loss")) == list(range(1, 21))
+    same(undisturbed(checkpoint__every=5), tmp_path / "w")
+
+
+def poisoned(at):
+    """training_batches whose batch of this step makes the loss NaN."""
+    real = train.training_batches
+
+    def batches(job, start=0):
+        for step, batch in enumerate(real(job, start), start + 1):
+            yield batch | {"weights": batch["weights"] * np.float32("nan")} if step == at else batch
+
+    return batches
+
+
+def test_P35_nan_stops_the_run_and_is_never_saved(corpus, undisturbed, tmp_path, monkeypatch):
+    cfg = saving(corpus, checkpoint__every=5)
+    monkeypatch.setattr(train, "training_batches", poisoned(7))
+    with pytest.raises(train.NonFinite, match=r"^step 7: loss .*, gradient norm nan"):
+        launch(cfg, tmp_path / "w")
+    assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["5"]
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(final(tmp_path / "w")))
+    monkeypatch.undo()
+    monkeypatch.setattr(train, "peak_flops", lambda devices, dtype: 1e12)
+    assert launch(cfg, tmp_path / "w")[0] == 0
+    same(undisturbed(checkpoint__every=5), tmp_path / "w")
+
+
+def test_P35_parameters_that_are_not_finite_are_not_saved(corpus, tmp_path):
+    # The loss of step 1 is finite; its update is not small.
+    cfg = saving(corpus, steps=1, optimizer__kind="sgd", optimizer__learning_rate=1e38)
+    with pytest.raises(train.NonFinite, match=r"^step 1: parameter norms .*; this state was not saved"):
+        launch(cfg, tmp_path / "w")
+    assert list((tmp_path / "w/checkpoints").iterdir()) == []
+
+
+def test_P47_a_failing_record_ends_the_run_with_its_error_and_the_last_good_step(corpus, undisturbed, tmp_path):
+    real = pipeline.training_rows
+
+    def failing(*args):
+        def check(i, row):
+            if i == 7 * 8:
+                raise RuntimeError("this record cannot be read")
+            return row
+
+        return real(*args).map_with_index(check)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "training_rows", failing)
+        with pytest.raises(RuntimeError, match="this record cannot be read"):
+            launch(saving(corpus), tmp_path / "w")
+    assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["7"]
+    lines = json_lines(run.resolve(str(tmp_path / "w")) / "metrics.jsonl")
+    assert list(series(lines, "train/loss")) == list(range(1, 8))  # of the steps that were done, nothing is lost
+    # Rows are read by threads: there is no process that could die alone or stay behind.
+    assert psutil.Process().children(recursive=True) == []
+    assert launch(saving(corpus), tmp_path / "w")[0] == 0
+    same(undisturbed(), tmp_path / "w")
+
+
+# ---- what is logged
+
+
+def test_P66_tensorboard_and_json_have_each_step_once(corpus, tmp_path):
+    cfg = saving(corpus, steps=30, checkpoint__every=10, eval_every=10)
+    with killed_after(17):
+        launch(cfg, tmp_path / "w")
+    first = {e.step: e.wall_time for e in EventAccumulator(str(tmp_path / "w")).Reload().Scalars("train/loss")}
+    # A kill tears the last line.
+    with open(tmp_path / "w/metrics.jsonl", "a") as f:
+        f.write('{"step": 18, "train/lo')
+    _, lines = launch(cfg, tmp_path / "w")
+    reader = EventAccumulator(str(tmp_path / "w")).Reload()
+    for tag in reader.Tags()["scalars"]:
+        steps = [e.step for e in reader.Scalars(tag)]
+        assert steps == sorted(set(steps)), tag
+        if tag.startswith("train/"):
+            assert steps == list(range(1, 31)), tag
+    assert [e.step for e in reader.Scalars("eval/loss")] == [10, 20, 30]
+    second = {e.step: e.wall_time for e in reader.Scalars("train/loss")}
+    assert all((second[n] == first[n]) == (n <= 10) for n in first)  # 11 to 17 are the resumed run's
+    assert series(lines, "train/loss") == pytest.approx({e.step: e.value for e in reader.Scalars("train/loss")})
+    assert list(series(lines, "train/loss")) == list(range(1, 31))
+    text = (tmp_path / "w/metrics.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in text.splitlines()] == sorted(line["step"] for line in lines)
+
+
+def test_events_tell_the_life_of_the_run(corpus, tmp_path):
+    with killed_after(7):
+        launch(saving(corpus, steps=10, checkpoint__every=5, eval_every=5), tmp_path / "w")
+    launch(saving(corpus, steps=10, checkpoint__every=5, eval_every=5), tmp_path / "w")
+    events = json_lines(run.resolve(str(tmp_path / "w")) / "events.jsonl")
+    told = [e["event"] for e in events if e.get("state") != "begin" and e["event"] != "steps"]
+    assert told == [
+        *("start", "init", "compile", "evaluation", "save", "stop"),
+        *("start", "restore", "compile", "evaluation", "save", "stop"),
+    ]
+    assert [e["reason"] for e in events if e["event"] == "stop"] == ["Killed: ", "done"]
+    assert all(a["time"] <= b["time"] for a, b in itertools.pairwise(events))
+    steps = [(e["first"], e["last"]) for e in events if e["event"] == "steps"]
+    assert [n for first, last in steps for n in range(first, last + 1)] == [*range(1, 8), *range(6, 11)]
