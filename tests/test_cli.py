@@ -17,7 +17,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minitf import config, run, train
-from minitf.distributed import stop_on_signals
 from tests.common import ROOT, TINY, change, run_module
 
 CONFIG = """\"\"\"The cases' set-up.\"\"\"
@@ -654,24 +653,3 @@ def test_mistake_is_one_line_on_stderr_and_status_2(tiny, tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "error: --config.model.dimm: no setting 'dimm' in model; did you mean 'dim'?\n"
     assert not any(tmp_path.iterdir())
-
-
-# ---- signals in this process
-
-
-def test_first_signal_is_a_request_and_the_second_acts_as_before():
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with stop_on_signals() as stop:
-        assert stop.signal is None
-        signal.raise_signal(signal.SIGINT)
-        assert stop.signal == "SIGINT"
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_signals_act_as_before_after_an_error():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ZeroDivisionError), stop_on_signals():
-        raise ZeroDivisionError
-    assert signal.getsignal(signal.SIGTERM) is before
