@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -89,7 +90,9 @@ class Checkpoints:
     """The checkpoints of one run, in DIRECTORY/STEP. As a context it waits, on leaving, for the write under way."""
 
     def __init__(self, directory: epath.Path, cfg: CheckpointConfig = CheckpointConfig(), *, read_only: bool = False):
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells some thirty lines a save, and errors twice
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells some thirty lines a save
+        if not read_only:
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # and each failed write again; we tell the first
         policy = ocp.checkpoint_managers.preservation_policy
         keep = [policy.LatestN(cfg.keep)]
         if cfg.keep_every is not None:
@@ -120,6 +123,10 @@ class Checkpoints:
         )
 
     def __enter__(self) -> "Checkpoints":
+        # When a write fails Orbax closes its event loop, of which its other writes then complain, each in a traceback.
+        hook = sys.unraisablehook
+        closed = lambda u: isinstance(u.exc_value, RuntimeError) and str(u.exc_value) == "Event loop is closed"
+        sys.unraisablehook = lambda u: None if closed(u) else hook(u)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

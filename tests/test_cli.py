@@ -5,6 +5,8 @@ import io
 import json
 import math
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,12 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minitf import config, run, train
 from tests.common import ROOT, TINY, change, run_module
+from tools import compare_runs
 
 CONFIG = """\"\"\"The cases' set-up.\"\"\"
 import dataclasses
@@ -603,40 +607,98 @@ def test_nonfinite_update_is_not_applied(skipping):
 
 @pytest.fixture
 def process(tiny, tmp_path):
-    """A process that trains on for ever and has logged a step; killed in the end should it still live."""
-    command = [sys.executable, "-m", "minitf.train", "--config", tiny, "--workdir", tmp_path / "run"]
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [*map(str, command), "--config.steps=1000000000"],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    metrics = tmp_path / "run/metrics.jsonl"
-    try:
+    """Starts a process that trains for long and waits until its metrics hold some words; killed in the end if it still lives."""
+    metrics, started = tmp_path / "run/metrics.jsonl", []
+
+    def start(words: str, *overrides: str) -> subprocess.Popen:
+        settings = ["--config.steps=2000", "--config.checkpoint.last=True", *overrides]
+        command = [sys.executable, "-m", "minitf.train", "--config", tiny, "--workdir", tmp_path / "run", *settings]
+        env = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen([*map(str, command)], env=env, **pipes)
+        started.append(process)
         for _ in range(1200):
-            if metrics.exists() and "train/loss" in metrics.read_text():
-                break
+            if metrics.exists() and words in metrics.read_text():
+                return process
             with contextlib.suppress(subprocess.TimeoutExpired):
                 pytest.fail(f"ended early with status {process.wait(0.1)}: {process.stderr.read()}")
-        else:
-            pytest.fail("no step was logged")
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+        pytest.fail("no such step was logged")
+
+    yield start
+    for p in started:
+        p.kill()
+        p.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_run_after_a_whole_step_with_status_3(number, process, workdir):
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 3
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_P36_signal_ends_after_a_whole_step_saves_it_and_the_same_command_goes_on(number, process, cli, workdir):
+    alive = process('"step": 20,')
+    # A second run in its directory is refused meanwhile.
+    assert f"another run writes there (process {alive.pid} on " in refused_beside(cli)
+    alive.send_signal(number)
+    out, err = alive.communicate(timeout=60)
+    assert alive.returncode == 3
     assert "Traceback" not in err
     _, *lines = read_jsonl(workdir)
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    assert f"stopped by {number.name} after step {len(lines)} of 1000000000" in out
+    last = len(lines)
+    assert [line["step"] for line in lines] == list(range(1, last + 1))
+    assert f"stopped by {number.name} after step {last} of 2000; the same command goes on" in out
+    assert [p.name for p in (workdir / "checkpoints").iterdir()] == [str(last)]
+
+    # The interrupted run and one that was not are the same, a few steps later.
+    more = [f"--config.steps={last + 3}", "--config.mesh.fsdp=1", "--config.checkpoint.last=True"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: jax.local_devices()[:1])
+        assert f"resuming after step {last} of {last + 3}" in cli(*more).out
+        whole = workdir.parent / "whole"
+        assert cli(*more, "--workdir", whole).status == 0
+    lines, equal = compare_runs.compare(*(compare_runs.read(run.resolve(str(w))) for w in (workdir, whole)))
+    assert equal, lines
+    assert f"train/loss: equal in all {last + 3} steps that both recorded, 1 to {last + 3}" in lines
+
+
+def refused_beside(cli) -> str:
+    ended = cli("--config.steps=2000", "--config.checkpoint.last=True", "--config.mesh.fsdp=8")
+    assert ended.status == 2
+    return ended.err
+
+
+def test_P30_a_full_disk_ends_the_run_with_the_reason_and_the_earlier_checkpoint_whole(process, cli, workdir):
+    alive = process('"step": 20,', "--config.checkpoint.every=15", "--config.model.mlp.hidden=2000")
+    # No file may grow from now on beyond what arrays need: the second save fails, as on a disk that is full.
+    resource.prlimit(alive.pid, resource.RLIMIT_FSIZE, (60_000, 60_000))
+    _, err = alive.communicate(timeout=60)
+    assert alive.returncode == 1
+    good = json.loads(next(workdir.glob("checkpoints/*/about/metadata")).read_text())["step"]
+    assert re.fullmatch(
+        rf"error: the checkpoint of step \d+ could not be written: File too large; the newest complete checkpoint is of step {good}\n",
+        err,
+    )
+    assert run.load_model(workdir).step == good
+
+
+def test_max_run_time_ends_with_status_3_after_saving(cli, workdir):
+    # This process is older than a second: it stops after its first step.
+    ended = cli("--config.steps=9", "--config.max_run_time=1s", "--config.checkpoint.last=True")
+    assert ended.status == 3
+    assert "stopped by max_run_time after step 1 of 9; the same command goes on" in ended.out
+    assert [p.name for p in (workdir / "checkpoints").iterdir()] == ["1"]
+
+
+def test_init_from_nothing_is_refused(refused, tmp_path):
+    assert "nowhere: holds no checkpoints" in refused(f"--config.init_from={tmp_path / 'nowhere'}")
+
+
+def test_all_checkpoints_damaged_is_a_failure_and_no_fresh_start(cli, workdir):
+    argv = ["--config.steps=2", "--config.checkpoint.last=True"]
+    assert cli(*argv).status == 0
+    (workdir / "checkpoints/2/about/metadata").write_text("")
+    before = read_jsonl(workdir)
+    ended = cli(*argv)
+    assert ended.status == 1
+    assert re.match(r"error: .*/checkpoints: no checkpoint can be read\n  step 2: ", ended.err)
+    assert "Traceback" not in ended.err
+    assert read_jsonl(workdir) == before
 
 
 def test_default_work_directory_is_named_after_the_config_file(tiny, tmp_path):
