@@ -205,10 +205,12 @@ def commit() -> str | None:
         return None
 
 
-def about(job: Job, step: int) -> dict[str, Any]:
-    """What a checkpoint says beside its arrays. The position in the data is one integer: the next global batch."""
+def about(job: Job, step: int, loss: float | None = None) -> dict[str, Any]:
+    """What a checkpoint says beside its arrays. The position in the data is one integer: the next global batch. `loss`: of an
+    evaluation of this very state; None: there was none."""
     cfg = job.cfg
     return {
+        "evaluation": loss,
         "data": {
             "next_batch": step,
             "seed": cfg.seed if cfg.data.seed is None else cfg.data.seed,
@@ -239,8 +241,8 @@ def check_same_run(job: Job, saved: dict[str, Any]) -> None:
 
 def starting_state(
     job: Job, functions: Program, checkpoints: Checkpoints, workdir: epath.Path, say: Callable[[str], None]
-) -> tuple[TrainState, int | None]:
-    """(the state to go on from, its step; None for a new run). Damaged checkpoints are put aside."""
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """(the state to go on from, what its checkpoint says; None for a new run). Damaged checkpoints are put aside."""
     cfg = job.cfg
     restored = checkpoints.restore_newest(functions.state, functools.partial(check_same_run, job))
     if restored is not None:
@@ -250,7 +252,7 @@ def starting_state(
         if restored.damaged:
             checkpoints.put_aside(list(restored.damaged), workdir / "damaged")
             say(f"the damaged checkpoints are now in {workdir / 'damaged'}")
-        return restored.tree, step
+        return restored.tree, restored.about
     if cfg.init_from is None:
         return functions.init(jax.random.key(cfg.seed)), None
     source = run.resolve(cfg.init_from, "init_from")
@@ -280,25 +282,36 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
                 state, restored = starting_state(job, functions, checkpoints, workdir, print)
             except ValueError as e:
                 raise Refused(str(e)) from e
-            event["step"] = first = restored or 0
+            event["step"] = first = 0 if restored is None else restored["step"]
             jax.block_until_ready(state)
-        if restored is not None and restored >= job.steps:
-            print(f"step {restored} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
-            events.add("stop", step=restored, reason="already done")
+        if restored is not None and first >= job.steps:
+            print(f"step {first} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
+            events.add("stop", step=first, reason="already done")
             return 0
-        writer = stack.enter_context(contextlib.closing(MetricWriter(workdir, job.steps, start=restored)))
+        start = None if restored is None else first
+        writer = stack.enter_context(contextlib.closing(MetricWriter(workdir, job.steps, start=start)))
         writer.text(0 if restored is None else first + 1, "config", config_lib.to_json(cfg))
         if restored is None:
             writer.write(0, {f"params/{name}": n for name, n in P.count(job.specs).items()})
         else:
-            writer.say(f"resuming after step {restored} of {job.steps}")
+            writer.say(f"resuming after step {first} of {job.steps}")
 
-        # What evaluation said of the state at hand, for keep_best.
-        loss: float | None = None
         best = math.inf if cfg.checkpoint.keep_best is None else checkpoints.lowest_loss()
         saved_at = time.monotonic()
 
-        def save(step: int) -> None:
+        def evaluate_now(step: int) -> float:
+            with events.timed("evaluation", step=step):
+                scores = evaluate(functions.evaluate, state.params, evaluation_batches(job))
+            writer.write(step, scores)
+            return scores["eval/loss"]
+
+        def evaluation_due(step: int) -> bool:
+            return cfg.eval_every is not None and step > 0 and (step % cfg.eval_every == 0 or step == job.steps)
+
+        if restored is not None and evaluation_due(first) and restored["evaluation"] is None:
+            evaluate_now(first)  # there was no time for it when the run was stopped
+
+        def save(step: int, loss: float | None = None) -> None:
             """A checkpoint of a state that is finite; what was logged up to it reaches the disk first."""
             nonlocal saved_at
             norms = {name: v for name, v in latest.items() if name.startswith("norm/parameter/")}
@@ -307,7 +320,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
             writer.flush()
             events.flush()
             with events.timed("save", step=step) as event:
-                described = checkpoints.save(step, state, about(job, step), loss)
+                described = checkpoints.save(step, state, about(job, step, loss), loss)
                 event["parameters"] = checksum.combined(described["arrays"], "params/")
                 event["bytes"] = sum(a.nbytes for a in jax.tree.leaves(state))
             saved_at = time.monotonic()
@@ -388,15 +401,15 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
                             failure = e
                 if lock is not None and lock.lost:
                     raise SaveError(f"another run has taken over {workdir} ({lock.lost}); step {step} is not saved")
-                end = failure or stop.reason or ("done" if step == job.steps else None)
-                ckpt = cfg.checkpoint
-                evaluating = (
-                    cfg.eval_every is not None and failure is None and (step % cfg.eval_every == 0 or step == job.steps)
-                )
+                stopping = stop.reason if step < job.steps else None  # read once: it may change at any time
+                end = failure or stopping or step == job.steps
+                # A process that is told to stop may have seconds left: it saves, and the next one evaluates.
+                evaluating = evaluation_due(step) and not (failure or stopping)
+                every, minutes = cfg.checkpoint.every, cfg.checkpoint.every_minutes
                 saving = (
-                    (ckpt.every is not None and step % ckpt.every == 0)
-                    or (ckpt.every_minutes is not None and time.monotonic() - saved_at >= 60 * ckpt.every_minutes)
-                    or (end is not None and ckpt.last)
+                    (every is not None and step % every == 0)
+                    or (minutes is not None and time.monotonic() - saved_at >= 60 * minutes)
+                    or (end and cfg.checkpoint.last)
                 )
                 if not (evaluating or saving or end):
                     continue
@@ -405,31 +418,27 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
                 pending = None
                 lap(step)
                 watchdog.pause()
-                if evaluating:
-                    with events.timed("evaluation", step=step):
-                        scores = evaluate(functions.evaluate, state.params, evaluation_batches(job))
-                    writer.write(step, scores)
-                    loss = scores["eval/loss"]
-                    if loss < best and ckpt.keep_best is not None:
-                        saving = True
-                    best = min(best, loss)
+                loss = evaluate_now(step) if evaluating else None
+                if loss is not None and loss < best:
+                    best = loss
+                    saving = saving or cfg.checkpoint.keep_best is not None
                 if saving:
-                    save(step)
-                loss = None
+                    save(step, loss)
                 clock.start(step)
                 if failure is not None:
                     raise failure
-                if end is not None and step < job.steps:
+                if stopping:
                     checkpoints.wait()
-                    writer.say(f"stopped by {end} after step {step} of {job.steps}; the same command goes on")
-                    events.add("stop", step=step, reason=end)
+                    kept = "the same command goes on" if saving else "not saved (checkpoint.last=False)"
+                    writer.say(f"stopped by {stopping} after step {step} of {job.steps}; {kept}")
+                    events.add("stop", step=step, reason=stopping)
                     return INTERRUPTED
             checkpoints.wait()
             events.add("stop", step=job.steps, reason="done")
             return 0
         except BaseException as e:
-            watchdog.pause()
-            events.add("stop", reason=f"{type(e).__name__}: {e}")
+            with contextlib.suppress(OSError):  # the disk may be full: the first error is the one to tell
+                events.add("stop", reason=f"{type(e).__name__}: {e}")
             raise
 
 

@@ -80,11 +80,14 @@ def random_batch(cfg: Config, seed: int = 0, weights: Any = None) -> dict[str, j
 
 
 def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> Any:
-    """Initial values moved by noise, so that no scale is 1 and no bias 0: a wrong use of one would show."""
-    params = P.init(model_params(cfg), jax.random.key(seed))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    return tree.unflatten([a + scale * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
+    """Noise around 1 for scales, around 0 for all else, so that no scale is 1 and no bias 0: a wrong use of one would show."""
+    rng = np.random.default_rng(seed)
+
+    def one(p: P.Param) -> jax.Array:
+        noise = scale * rng.standard_normal(p.full_shape)
+        return jnp.asarray(noise + (p.kind == "scale"), p.dtype)
+
+    return P.tree_map(one, model_params(cfg))
 
 
 @functools.cache

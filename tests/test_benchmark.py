@@ -57,7 +57,7 @@ def test_compile_times_by_depth():
     [
         (("--config.model.dmi=8",), "--config.model.dmi: no setting 'dmi' in model"),
         (("--against.model.remat=ful",), "second side (configs/tutorial.py): model.remat: unknown kind 'ful'"),
-        (("--against.batch_size=4", "--depths", "4,48"), "--depths: looks at one config"),
+        (("--against.batch_size=4", "--depths", "4,48"), "--depths: leave out --against"),
     ],
 )
 def test_a_mistake_gives_one_message_and_status_2(args, message):
@@ -65,4 +65,25 @@ def test_a_mistake_gives_one_message_and_status_2(args, message):
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
+
+
+def test_saving_is_measured_and_leaves_nothing(tmp_path):
+    result = measured("--saves", str(tmp_path / "saves"), "--steps", "3", "--rounds", "2")
+    assert result["bytes"] == 4 * (103_744 + 3)  # plain SGD: parameters, and three counts of steps
+    assert all(value > 0 for value in result.values())
+    assert 0 < result["blocked_share"] < 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--saves", "."], "exists already"),
+        (["--saves", "x", "--depths", "1,2"], "--saves: leave out --depths"),
+    ],
+)
+def test_measurements_that_exclude_each_other_are_refused(args, message):
+    done = benchmark(*args)
+    assert done.returncode == 2
     assert message in done.stderr

@@ -1,14 +1,18 @@
 """Real processes, killed at random moments and started again, end as if nothing had been."""
 
 import os
+import random
 import re
+import signal
 
 import pytest
 from common import run_module
+from etils import epath
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minitf.metrics import json_lines
-from tools.chaos import epath
+from tools import compare_runs
+from tools.chaos import launch, wait_for
 from tools.goodput import KINDS, spent
 
 SMALL = (
@@ -57,3 +61,20 @@ def test_a_run_that_fails_by_itself_is_an_error(tmp_path, corpus):
     assert done.returncode == 1
     assert "error: the undisturbed run failed; see " in done.stderr
     assert "steps=-1: must be at least 0" in (tmp_path / "chaos/undisturbed.log").read_text()
+
+
+@pytest.mark.slow
+def test_tiny_stopped_by_SIGTERM_at_a_random_step_equals_the_undisturbed_bit_for_bit(tmp_path):
+    args = ["--config", "configs/tiny.py", "--config.steps=40", "--config.log_every=1"]
+    whole, stopped = (epath.Path(tmp_path / name) for name in ("whole", "stopped"))
+    assert launch(whole, args).wait() == 0
+    process, step = launch(stopped, args), random.SystemRandom().randint(1, 38)
+    assert wait_for(process, stopped, 0, "steps", step)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 3, step
+    assert launch(stopped, args).wait() == 0
+    lines, equal = compare_runs.compare(compare_runs.read(whole), compare_runs.read(stopped))
+    assert equal, (step, lines)
+    for what in ("data", "train/loss"):
+        assert f"{what}: equal in all 40 steps that both recorded, 1 to 40" in lines
+    assert "parameters: equal in all 1 steps that both recorded, 40 to 40" in lines

@@ -252,7 +252,10 @@ def test_P21_the_step_draws_a_mask_for_each_row_layer_and_site(accumulation, mon
     assert len(set(used)) == 8 * (1 + 3 * 3)  # rows x (the embedding; three sites in each of three layers)
 
 
-@pytest.mark.parametrize(("mesh", "accumulation"), [("1", 4), ("data8", 1), ("2x2x2", 2), ("1x2x4", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "accumulation"),
+    [("1", 4), ("2x2x2", 2), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("data8", 1), ("1x2x4", 4)))],
+)
 def test_P21_neither_accumulation_nor_mesh_changes_masks(mesh, accumulation):
     cfg = change(DROPPED, optimizer__kind="sgd", optimizer__learning_rate=0.1)
     batches = [random_batch(cfg, i) for i in range(2)]

@@ -129,8 +129,14 @@ def test_the_state_lies_like_its_parameters(kind):
         assert jax.tree.map(lambda a: a.sharding, state) == layout
 
 
-@pytest.mark.parametrize("mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("data8", "fsdp8")), "2x2x2"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+# In the fast suite those whose updates look at a whole array.
+MESHED = [
+    pytest.param(kind, "2x2x2", marks=[] if kind in ("adafactor", "muon") else pytest.mark.slow) for kind in OPTIMIZERS
+]
+MESHED += [pytest.param(kind, mesh, marks=pytest.mark.slow) for kind in OPTIMIZERS for mesh in ("data8", "fsdp8")]
+
+
+@pytest.mark.parametrize(("kind", "mesh"), MESHED)
 def test_updates_are_the_same_on_every_mesh(kind, mesh):
     cfg = change(TINY, optimizer=OptimizerConfig(kind=kind, learning_rate=0.01, schedule="constant"))
     batches, params = [random_batch(cfg, i) for i in range(2)], random_params(cfg.model)
@@ -165,7 +171,7 @@ def test_P12_the_step_clips_the_accumulated_gradient_and_logs_its_norm_before():
     assert update == pytest.approx(0.05, rel=1e-4)
 
 
-@pytest.mark.parametrize("mesh", ["data8", "fsdp8", "2x2x2"])
+@pytest.mark.parametrize("mesh", ["fsdp8", "2x2x2", pytest.param("data8", marks=pytest.mark.slow)])
 def test_P13_replicated_parameters_count_once_in_the_norm(mesh):
     cfg = change(
         TINY, model__mlp__bias=True, optimizer__kind="sgd", optimizer__clip_norm=0.1, optimizer__learning_rate=0.1

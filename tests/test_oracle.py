@@ -29,16 +29,13 @@ BASE = change(
 )
 DEPARTURES = {
     "base": {},
-    "full": dict(model__attention__kind="full"),
     "sliding": dict(model__attention__kind="sliding"),
     "alternating": dict(model__pattern=("full", "sliding"), model__num_layers=3),  # one period, and a layer left over
     "multi_head": dict(model__attention__num_kv_heads=None),
-    "reference_kernel": dict(model__attention__implementation="reference"),
     "attention_softcap": dict(model__attention__softcap=2.0),
     "qk_norm": dict(model__attention__qk_norm=True),
     "qkv_bias": dict(model__attention__bias="qkv"),
     "qkvo_bias": dict(model__attention__bias="qkvo"),
-    "rope_base": dict(model__attention__rope_base=100.0),
     "learned": dict(model__positions="learned"),
     "none": dict(model__positions="none"),
     "layer_norm": dict(model__norm="layer_norm"),
@@ -51,6 +48,10 @@ DEPARTURES = {
     "tied": dict(model__tie_embeddings=True),
     "logit_softcap": dict(model__logit_softcap=3.0),
     "z_loss": dict(loss__z_loss=0.1),
+}
+WAYS = {  # to compute the same: other paths through the code, not other models
+    "reference_kernel": dict(model__attention__implementation="reference"),
+    "rope_base": dict(model__attention__rope_base=100.0),
     "documents": dict(data__isolate_documents=True),
     "accumulation": dict(accumulation=2),
     "unroll": dict(model__unroll=2),
@@ -59,7 +60,7 @@ DEPARTURES = {
 
 
 def departure(name: str):
-    return change(BASE, **DEPARTURES[name])
+    return change(BASE, **(DEPARTURES | WAYS)[name])
 
 
 def test_every_kind_in_every_table_is_a_departure():
@@ -148,8 +149,16 @@ def test_equals_reference(name, remat, mesh):
     check(name, remat, mesh)
 
 
+@pytest.mark.parametrize(
+    ("remat", "mesh"), [FAST[-1], *(pytest.param(*case, marks=pytest.mark.slow) for case in FAST[:-1])]
+)
+@pytest.mark.parametrize("name", WAYS)
+def test_other_ways_equal_the_reference(name, remat, mesh):
+    check(name, remat, mesh)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("remat", "mesh"), SLOW)
-@pytest.mark.parametrize("name", DEPARTURES)
+@pytest.mark.parametrize("name", [*DEPARTURES, *WAYS])
 def test_equals_reference_on_every_mesh_and_policy(name, remat, mesh):
     check(name, remat, mesh)

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from minitf import metrics, run, train
 from minitf import params as P
 from minitf.data import pipeline
+from minitf.distributed import StopRequest
 from minitf.metrics import json_lines
 from tests.test_checkpoint import largest_file, truncate
 from tools import compare_runs
@@ -128,6 +129,7 @@ def test_P20_interrupted_run_equals_the_uninterrupted(corpus, undisturbed, tmp_p
     assert len(set(batches.values())) == 20
 
 
+@pytest.mark.slow
 def test_P20_killed_run_equals_the_undisturbed(corpus, undisturbed, tmp_path):
     with killed_after(17):
         launch(saving(corpus, checkpoint__every=5), tmp_path / "w")
@@ -136,6 +138,7 @@ def test_P20_killed_run_equals_the_undisturbed(corpus, undisturbed, tmp_path):
     same(undisturbed(checkpoint__every=5), tmp_path / "w")
 
 
+@pytest.mark.slow
 def test_P21_dropout_goes_on_where_it_was(corpus, undisturbed, tmp_path):
     changes = dict(model__dropout=0.5, data__shuffle=False)
     whole = undisturbed(**changes)
@@ -212,6 +215,21 @@ def test_P17_checkpoints_count_optimizer_steps(corpus, tmp_path):
     assert about(tmp_path / "w", 6)["data"]["next_batch"] == 6
 
 
+def test_a_stopped_run_saves_at_once_and_evaluates_when_it_goes_on(corpus, undisturbed, tmp_path, monkeypatch):
+    cfg = saving(corpus, steps=10, eval_every=2)
+    monkeypatch.setattr(StopRequest, "reason", "SIGTERM")
+    for _ in range(4):
+        assert launch(cfg, tmp_path / "w")[0] == train.INTERRUPTED  # each time after one step
+    assert about(tmp_path / "w", 4)["evaluation"] is None
+    monkeypatch.undo()
+    monkeypatch.setattr(train, "peak_flops", lambda devices, dtype: 1e12)
+    _, lines = launch(cfg, tmp_path / "w")
+    whole = undisturbed(steps=10, eval_every=2)
+    assert list(series(lines, "eval/loss")) == [2, 4, 6, 8, 10]
+    assert series(lines, "eval/loss") == series(json_lines(run.resolve(str(whole)) / "metrics.jsonl"), "eval/loss")
+    same(whole, tmp_path / "w")
+
+
 # ---- other meshes
 
 
@@ -228,7 +246,7 @@ def on_eight(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "mesh", [(1, 1, 1), (2, 2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in ((1, 2, 1), (2, 2, 1)))]
+    "mesh", [(2, 2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in ((1, 1, 1), (1, 2, 1), (2, 2, 1)))]
 )
 def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
     cfg, at5, eight = on_eight
@@ -251,9 +269,8 @@ def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
     assert a == b
 
 
-@pytest.mark.parametrize(
-    ("saved_on", "restored_on"), [((1, 1, 2), (1, 1, 1)), pytest.param((1, 1, 1), (1, 1, 2), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved_on", "restored_on"), [((1, 1, 2), (1, 1, 1)), ((1, 1, 1), (1, 1, 2))])
 def test_P53_saved_on_one_tensor_axis_restored_on_another(corpus, tmp_path, saved_on, restored_on):
     def cfg(mesh, **changes):
         return saving(corpus, model__vocab_size=64, mesh__tensor=mesh[2], accumulation=1, **changes)
@@ -347,6 +364,7 @@ def test_P27_d_P32_overwrite_starts_anew_and_saves_below_the_older_steps(corpus,
     assert sorted(p.name for p in (tmp_path / "w/checkpoints").iterdir()) == ["3", "6"]
 
 
+@pytest.mark.slow
 def test_what_may_change_may_and_is_told(corpus, undisturbed, tmp_path):
     cfg = saving(corpus, steps=10)
     launch(cfg, tmp_path / "w")
@@ -456,6 +474,7 @@ def test_P35_nan_stops_the_run_and_is_never_saved(corpus, undisturbed, tmp_path,
     same(undisturbed(checkpoint__every=5), tmp_path / "w")
 
 
+@pytest.mark.slow
 def test_P35_parameters_that_are_not_finite_are_not_saved(corpus, tmp_path):
     # The loss of step 1 is finite; its update is not small.
     cfg = saving(corpus, steps=1, optimizer__kind="sgd", optimizer__learning_rate=1e38)

@@ -4,16 +4,19 @@ python -m tools.benchmark --config configs/tiny.py
 python -m tools.benchmark --config configs/tiny.py --against configs/tutorial.py
 python -m tools.benchmark --config configs/tiny.py --against.model.remat=full --rounds 9
 python -m tools.benchmark --config configs/tiny.py --depths 4,48
+python -m tools.benchmark --config configs/tiny.py --saves runs/saves --steps 50
 
 `--config.NAME=VALUE` changes a setting of both sides, `--against.NAME=VALUE` of the second alone; --json prints one object.
 The sides of a comparison take turns, A B A B, each in a process of its own that stays alive: both meet the same disturbances,
 neither the other's compilations, caches and freed memory, and what counts is the ratio of each round. Each ratio needs a spread
 well below itself: where others use the machine, raise --rounds before --steps. Two processes need a device that they can share
-(CPU, GPU). configs/tiny.py takes half a minute on two CPU cores, compared with itself a minute and a half. No file is written.
+(CPU, GPU). configs/tiny.py takes half a minute on two CPU cores, compared with itself a minute and a half.
+Only --saves writes files, and takes them away.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import resource
@@ -25,14 +28,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
+from etils import epath
 
 from minitf import config as config_lib
 from minitf import params as P
+from minitf.checkpoint import CheckpointConfig, Checkpoints
 from minitf.config import Config
 from minitf.metrics import PEAK_FLOPS, human, peak_flops
 from minitf.model.transformer import flops_per_token, model_params
+from minitf.run import resolve
 from minitf.state import TrainState
-from minitf.train import Batch, Job, implementation, prepare, program, surroundings, training_batches
+from minitf.step import Batch
+from minitf.train import Job, Program, about, implementation, prepare, program, surroundings, training_batches
 
 WARM_UP = 2  # steps before the first that counts
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in one unit of ru_maxrss
@@ -52,12 +60,9 @@ class Bench:
     state: TrainState
 
 
-def compile_step(job: Job) -> tuple[jax.stages.Compiled, float]:
+def compile_step(functions: Program, job: Job, batch: Batch) -> tuple[jax.stages.Compiled, float]:
     """The step that training runs, compiled before any state exists, and the seconds that it took."""
-    batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), next(training_batches(job))
-    )
-    functions = program(job)
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), batch)
     with surroundings(job):
         began = time.perf_counter()
         compiled = functions.step.lower(functions.state, batch).compile()
@@ -65,9 +70,12 @@ def compile_step(job: Job) -> tuple[jax.stages.Compiled, float]:
 
 
 def start(job: Job) -> Bench:
-    step, seconds = compile_step(job)
+    functions, batches = program(job), training_batches(job)
+    first = next(batches)
+    step, seconds = compile_step(functions, job, first)
     with surroundings(job):
-        return Bench(job, step, seconds, training_batches(job), program(job).init(jax.random.key(job.cfg.seed)))
+        state = functions.init(jax.random.key(job.cfg.seed))
+    return Bench(job, step, seconds, itertools.chain([first], batches), state)
 
 
 def facts(bench: Bench) -> dict[str, Any]:
@@ -224,14 +232,19 @@ def with_layers(job: Job, layers: int) -> Job:
 def compile_times(job: Job, depths: list[int], rounds: int) -> dict[str, Any]:
     """Seconds from trace to executable at these numbers of layers, in turns, and the ratio of the last to the first."""
     jobs = {n: with_layers(job, n) for n in depths}
-    compile_step(jobs[depths[0]])  # what only the first compilation of a process pays
+    batch = next(training_batches(job))
+
+    def compiled_in(job: Job) -> float:
+        return compile_step(program(job), job, batch)[1]
+
+    compiled_in(jobs[depths[0]])  # what only the first compilation of a process pays
     wall: dict[int, list[float]] = {n: [] for n in depths}
     cpu: dict[int, list[float]] = {n: [] for n in depths}
     for _ in range(rounds):
         for n, each in jobs.items():
             jax.clear_caches()
             began = time.process_time()
-            wall[n].append(compile_step(each)[1])
+            wall[n].append(compiled_in(each))
             cpu[n].append(time.process_time() - began)
     first, last = depths[0], depths[-1]
     return {
@@ -241,7 +254,74 @@ def compile_times(job: Job, depths: list[int], rounds: int) -> dict[str, Any]:
     }
 
 
+# ---- saving
+
+
+def plain_copy(state: TrainState, file: epath.Path) -> float:
+    """Seconds to bring the bytes of the state into one file on the disk, with nothing else: what the disk allows."""
+    arrays = [np.asarray(a) for a in jax.tree.leaves(state)]
+    began = time.perf_counter()
+    with open(file, "wb") as f:
+        for a in arrays:
+            f.write(a.tobytes())
+        f.flush()
+        os.fsync(f.fileno())
+    took = time.perf_counter() - began
+    file.unlink()
+    return took
+
+
+def saving(bench: Bench, directory: epath.Path, steps: int, rounds: int) -> dict[str, Any]:
+    """How long a save holds the loop up, with `steps` steps from one to the next; how much slower these are while it is
+    written behind them; and the rate of writing, with nothing beside it, against a plain copy. The first round only warms up."""
+    directory.mkdir(parents=True)
+    rows: dict[str, list[float]] = {name: [] for name in ("alone", "blocked", "behind", "written", "copied")}
+    number = itertools.count(1)
+    try:
+        with surroundings(bench.job), Checkpoints(directory / "checkpoints", CheckpointConfig(keep=1)) as checkpoints:
+            for _ in range(rounds + 1):
+                alone = statistics.median(run(bench, steps)["times"])
+                began = time.perf_counter()
+                checkpoints.save(next(number), bench.state, about(bench.job, int(bench.state.step)))
+                blocked = time.perf_counter() - began
+                behind = statistics.median(run(bench, steps)["times"])
+                checkpoints.wait()
+                began = time.perf_counter()
+                checkpoints.save(next(number), bench.state, about(bench.job, int(bench.state.step)))
+                checkpoints.wait()
+                written = time.perf_counter() - began
+                copied = plain_copy(bench.state, directory / "copy")
+                for name, value in zip(rows, (alone, blocked, behind, written, copied), strict=True):
+                    rows[name].append(value)
+    finally:
+        directory.rmtree()
+    first = rows["blocked"][0]
+    alone, blocked, behind, written, copied = (statistics.median(values[1:]) for values in rows.values())
+    size = sum(a.nbytes for a in jax.tree.leaves(bench.state))
+    return {
+        "bytes": size,
+        "steps_between": steps,
+        "step_time_s": alone,
+        "blocked_s_first": first,
+        "blocked_s": blocked,
+        "blocked_share": blocked / (blocked + steps * alone),
+        "step_time_ratio_while_writing": behind / alone,
+        "bytes_per_s": size / written,
+        "bytes_per_s_plain_copy": size / copied,
+    }
+
+
 # ---- what is printed
+
+SAVING_ROWS = {
+    "state": lambda s: f"{human(s['bytes'])}B",
+    "loop held up by a save": lambda s: f"{s['blocked_s'] * 1e3:.3g} ms (first: {s['blocked_s_first'] * 1e3:.3g} ms)",
+    "share of the loop": lambda s: (
+        f"{s['blocked_share']:.2%}, a save every {s['steps_between']} steps of {s['step_time_s']:.3g} s"
+    ),
+    "step time while writing": lambda s: f"{s['step_time_ratio_while_writing']:.3f} of that alone",
+    "write rate": lambda s: f"{human(s['bytes_per_s'])}B/s, a plain copy {human(s['bytes_per_s_plain_copy'])}B/s",
+}
 
 ROWS = {
     "parameters": lambda s: f"{s['parameters']:,}",
@@ -263,12 +343,12 @@ ROWS = {
 }
 
 
-def table(columns: dict[str, dict[str, Any]]) -> str:
-    lines = [("", *columns)] + [(label, *(show(s) for s in columns.values())) for label, show in ROWS.items()]
+def table(columns: dict[str, dict[str, Any]], rows: dict[str, Any] = ROWS) -> str:
+    lines = [("", *columns)] + [(label, *(show(s) for s in columns.values())) for label, show in rows.items()]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     for name, s in columns.items():
-        if s["skipped_steps"]:
+        if s.get("skipped_steps"):
             text.append(f"warning: {name}: {s['skipped_steps']} steps were not finite, and skipped their update")
     return "\n".join(text)
 
@@ -308,6 +388,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--depths", type=depths, metavar="N,N", help="compile at these numbers of layers, and run nothing"
     )
+    parser.add_argument(
+        "--saves",
+        metavar="DIR",
+        help="measure saving, --rounds times with --steps steps between, in a new directory DIR",
+    )
     parser.add_argument("--steps", type=whole, default=10, metavar="N", help="steps of a side in a round (default: 10)")
     parser.add_argument("--rounds", type=whole, default=5, metavar="N", help="of --against and --depths (default: 5)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -343,9 +428,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         args, configs = parse(argv)
+        chosen = [
+            name
+            for name in ("against", "depths", "saves")
+            if (getattr(args, name) if name != "against" else len(configs) > 1)
+        ]
+        if len(chosen) > 1:
+            raise ValueError(f"--{chosen[1]}: leave out --{chosen[0]}; each is a measurement of its own")
         if len(configs) == 2:
-            if args.depths:
-                raise ValueError("--depths: looks at one config; leave out --against")
             result = compare(configs, args.steps, args.rounds)
             text = f"{table(dict(zip(configs, (result['a'], result['b']), strict=True)))}\n\n"
             text += f"step time B/A: {spread(result['ratio'])}\nCPU time B/A:  {spread(result['cpu_ratio'])}"
@@ -356,6 +446,13 @@ def main(argv: list[str] | None = None) -> int:
             text = "\n".join(f"{n:>6} layers: compiled in {s:.2f} s" for n, s in result["compile_s"].items())
             text += f"\nwall time {last}/{first} layers: {spread(result['ratio'])}"
             text += f"\nCPU time {last}/{first} layers:  {spread(result['cpu_ratio'])}"
+        elif args.saves:
+            ((name, cfg),) = configs.items()
+            directory = resolve(args.saves, "--saves")
+            if directory.exists():
+                raise ValueError(f"--saves {directory}: exists already")
+            result = saving(start(prepare(cfg)), directory, args.steps, args.rounds)
+            text = table({name: result}, SAVING_ROWS)
         else:
             ((name, cfg),) = configs.items()
             bench = start(prepare(cfg))
