@@ -193,6 +193,15 @@ def test_P30_a_failing_write_is_an_error_and_leaves_the_older_ones(directory, ke
     assert (restored.about["step"], restored.damaged) == (2, {})
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_P31_leaving_tells_that_the_last_write_failed(directory, small_files):
+    checkpoints = Checkpoints(directory).__enter__()
+    with small_files():
+        checkpoints.save(1, tree(1, size=20_000), {})
+        with pytest.raises(SaveError, match=r"step 1 could not be written: .*there is no complete checkpoint"):
+            checkpoints.__exit__(None, None, None)
+
+
 # ---- saves
 
 

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from minitf import metrics, run, train
 from minitf import params as P
+from minitf.checkpoint import Checkpoints
 from minitf.data import pipeline
 from minitf.distributed import StopRequest
 from minitf.metrics import json_lines
@@ -508,6 +509,29 @@ def test_P47_a_failing_record_ends_the_run_with_its_error_and_the_last_good_step
 
 
 # ---- what is logged
+
+
+def test_what_was_logged_before_a_save_is_on_the_disk_when_it_begins(corpus, tmp_path, monkeypatch):
+    # Else a kill after the save would lose it for good: the next process begins behind it.
+    seen, save = {}, Checkpoints.save
+
+    def looking(self, step, *args):
+        scalars = EventAccumulator(str(tmp_path / "w")).Reload().Scalars("train/loss")
+        seen[step] = [e.step for e in scalars], list(series(json_lines(tmp_path / "w/metrics.jsonl"), "train/loss"))
+        return save(self, step, *args)
+
+    monkeypatch.setattr(Checkpoints, "save", looking)
+    launch(saving(corpus, steps=10, checkpoint__every=5), tmp_path / "w")
+    assert seen == {step: (list(range(1, step + 1)),) * 2 for step in (5, 10)}
+
+
+def test_every_new_best_is_saved(corpus, tmp_path):
+    launch(saving(corpus, eval_every=4, checkpoint__keep=1, checkpoint__keep_best=1), tmp_path / "w")
+    events = json_lines(tmp_path / "w/events.jsonl")
+    losses = series(json_lines(tmp_path / "w/metrics.jsonl"), "eval/loss")
+    best = [step for i, step in enumerate(losses) if losses[step] == min(list(losses.values())[: i + 1])]
+    assert len(best) > 2
+    assert [e["step"] for e in events if e["event"] == "save" and e["state"] == "end"] == sorted({*best, 20})
 
 
 def test_P66_tensorboard_and_json_have_each_step_once(corpus, tmp_path):
