@@ -39,8 +39,9 @@ PEAK_FLOPS = {
 }
 
 
-def measured_flops(dtype: str = "float32", n: int = 2048, repeats: int = 3) -> float:
-    """FLOP/s of the best of some n x n products on the default device."""
+def measured_flops(dtype: str = "float32", repeats: int = 5) -> float:
+    """FLOP/s of the best of some products of square matrices on the default device, large enough to keep it busy."""
+    n = 1024 if jax.default_backend() == "cpu" else 8192
     x = jnp.ones((n, n), dtype)
     f = jax.jit(lambda a: a @ a).lower(x).compile()
     f(x).block_until_ready()
