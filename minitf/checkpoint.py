@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import logging
 import math
 import os
@@ -252,13 +253,11 @@ class Checkpoints:
             raise self._all_damaged(damaged)
         return None
 
-    def put_aside(self, steps: list[int], where: epath.Path) -> None:
-        """Moves damaged checkpoints out of the way of the run that will write these steps again."""
-        where.mkdir(parents=True, exist_ok=True)
+    def put_aside(self, steps: list[int]) -> None:
+        """Renames damaged checkpoints to STEP.damaged, out of the way of the run that will write these steps again."""
         for step in steps:
-            place, n = where / str(step), 1
-            while place.exists():
-                place, n = where / f"{step}-{n}", n + 1
+            names = (f"{step}.damaged{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
+            place = next(p for p in (self.directory / name for name in names) if not p.exists())
             (self.directory / str(step)).rename(place)
         self._manager.reload()
 

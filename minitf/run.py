@@ -24,7 +24,7 @@ from minitf.model.transformer import model_params
 from minitf.sharding import MeshConfig, make_mesh, shardings
 
 LOCK = "lock.json"
-OURS = ("config.json", "metrics.jsonl", "events.jsonl", "checkpoints", "damaged")  # and TensorBoard's event files
+OURS = ("config.json", "metrics.jsonl", "events.jsonl", "checkpoints")  # and TensorBoard's event files
 
 
 def resolve(workdir: str, setting: str = "--workdir") -> epath.Path:

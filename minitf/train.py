@@ -240,7 +240,7 @@ def check_same_run(job: Job, saved: dict[str, Any]) -> None:
 
 
 def starting_state(
-    job: Job, functions: Program, checkpoints: Checkpoints, workdir: epath.Path, say: Callable[[str], None]
+    job: Job, functions: Program, checkpoints: Checkpoints, say: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """(the state to go on from, what its checkpoint says; None for a new run). Damaged checkpoints are put aside."""
     cfg = job.cfg
@@ -250,8 +250,8 @@ def starting_state(
         for damaged, why in restored.damaged.items():
             say(f"warning: the checkpoint of step {damaged} is damaged ({why}); going on from step {step}")
         if restored.damaged:
-            checkpoints.put_aside(list(restored.damaged), workdir / "damaged")
-            say(f"the damaged checkpoints are now in {workdir / 'damaged'}")
+            checkpoints.put_aside(list(restored.damaged))
+            say(f"the damaged checkpoints are now {checkpoints.directory}/STEP.damaged")
         return restored.tree, restored.about
     if cfg.init_from is None:
         return functions.init(jax.random.key(cfg.seed)), None
@@ -279,7 +279,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
 
         with events.timed("restore" if checkpoints.steps() else "init") as event:
             try:
-                state, restored = starting_state(job, functions, checkpoints, workdir, print)
+                state, restored = starting_state(job, functions, checkpoints, print)
             except ValueError as e:
                 raise Refused(str(e)) from e
             event["step"] = first = 0 if restored is None else restored["step"]

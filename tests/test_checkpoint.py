@@ -119,11 +119,12 @@ def test_P30_damaged_newest_falls_back_to_the_newest_good_one(directory, damage)
         equal(restored.tree, tree(2))
         assert list(restored.damaged) == [3]
         # Put aside, not deleted; its step can be saved again.
-        checkpoints.put_aside([3], directory.parent / "damaged")
+        (directory / "3.damaged").mkdir()  # of an earlier time
+        checkpoints.put_aside([3])
         checkpoints.save(3, tree(30), {})
         checkpoints.wait()
         assert checkpoints.steps() == [1, 2, 3]
-    assert (directory.parent / "damaged/3/state").exists()
+    assert (directory / "3.damaged-2/state").exists()
     equal(Checkpoints(directory).restore_newest(target(tree())).tree, tree(30))
 
 
@@ -246,6 +247,15 @@ def test_keeps_the_newest_the_multiples_and_the_best(directory, settings):
     cfg = dict(keep=keep, keep_every=keep_every, keep_best=keep_best)
     assert saved(directory, *range(1, 10), losses=losses, **cfg) == KEPT[settings]
     assert Checkpoints(directory).lowest_loss() == min([losses[s - 1] or np.inf for s in KEPT[settings]])
+
+
+def test_nothing_is_deleted_that_a_save_did_not_write(directory):
+    saved(directory, 1, 2, keep=1)
+    for name in ("notes/mine", "7.bak/mine", "tmp/mine"):
+        (directory / name).parent.mkdir()
+        (directory / name).write_text("mine")
+    assert saved(directory, 3, 4, keep=1) == [4]
+    assert sorted(p.name for p in directory.iterdir()) == ["4", "7.bak", "notes", "tmp"]
 
 
 def test_best_is_kept_across_a_restart(directory):

@@ -685,6 +685,27 @@ def test_max_run_time_ends_with_status_3_after_saving(cli, workdir):
     assert [p.name for p in (workdir / "checkpoints").iterdir()] == ["1"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "variable", "directory"),
+    [
+        (None, None, "{runs}/.compilation_cache"),
+        ("elsewhere", None, "{here}/elsewhere"),
+        ("none", None, None),
+        (None, "/of/jax", None),
+    ],
+)
+def test_compiled_programs_are_kept_beside_the_work_directory(setting, variable, directory, tmp_path, monkeypatch):
+    updates = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", variable)
+    train.use_compilation_cache(setting, run.resolve("runs/a"))
+    expected = directory and directory.format(runs=tmp_path / "runs", here=tmp_path)
+    assert updates.get("jax_compilation_cache_dir") == expected
+
+
 def test_init_from_nothing_is_refused(refused, tmp_path):
     assert "nowhere: holds no checkpoints" in refused(f"--config.init_from={tmp_path / 'nowhere'}")
 

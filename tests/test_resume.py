@@ -210,6 +210,12 @@ def test_P25_evaluating_and_saving_every_step_saves_the_values_after_it(corpus, 
         assert about(tmp_path / "w", step)["arrays"] == about(undisturbed(steps=step), step)["arrays"]
 
 
+@pytest.mark.parametrize(("minutes", "saved"), [(1e-9, ["1", "2", "3"]), (60.0, ["3"]), (None, ["3"])])
+def test_saves_go_by_the_clock_too(corpus, tmp_path, minutes, saved):
+    launch(saving(corpus, steps=3, checkpoint__every_minutes=minutes), tmp_path / "w")
+    assert sorted(p.name for p in (tmp_path / "w/checkpoints").iterdir()) == saved
+
+
 def test_P17_checkpoints_count_optimizer_steps(corpus, tmp_path):
     launch(saving(corpus, steps=12, accumulation=4, checkpoint__every=6), tmp_path / "w")
     assert sorted(p.name for p in (tmp_path / "w/checkpoints").iterdir()) == ["12", "6"]
@@ -236,8 +242,8 @@ def test_a_stopped_run_saves_at_once_and_evaluates_when_it_goes_on(corpus, undis
 
 @pytest.fixture(scope="module")
 def on_eight(corpus, tmp_path_factory):
-    """A run on (1, 8, 1): saved after step 5, and gone on to step 8."""
-    cfg = saving(corpus, model__vocab_size=64, mesh__fsdp=8, checkpoint__every=5, steps=8, accumulation=1)
+    """A run on (1, 8, 1): saved after step 5, and gone on for ten steps."""
+    cfg = saving(corpus, model__vocab_size=64, mesh__fsdp=8, checkpoint__every=5, steps=15, accumulation=1)
     workdir = tmp_path_factory.mktemp("eight") / "w"
     with killed_after(6):
         launch(cfg, workdir, devices=8)
@@ -264,7 +270,7 @@ def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
     assert status == 0
     expected = json_lines(run.resolve(str(eight)) / "metrics.jsonl")
     assert series(lines, "train/loss") == pytest.approx(series(expected, "train/loss"), abs=1e-5)
-    assert list(series(lines, "train/loss")) == list(range(1, 9))
+    assert list(series(lines, "train/loss")) == list(range(1, 16))
     # The same rows, whatever the mesh.
     a, b = (compare_runs.read(run.resolve(str(w))).batches for w in (tmp_path / "w", eight))
     assert a == b
@@ -407,14 +413,14 @@ def test_settings_newer_than_the_run_are_at_their_defaults_and_unknown_ones_refu
 def test_load_model_needs_only_the_directory(on_eight):
     _, _, workdir = on_eight
     model = run.load_model(workdir)
-    assert (model.step, model.cfg.model.vocab_size) == (8, 64)
+    assert (model.step, model.cfg.model.vocab_size) == (15, 64)
     assert {len(a.devices()) for a in jax.tree.leaves(model.params)} == {1}
-    saved = about(workdir, 8)["arrays"]
+    saved = about(workdir, 15)["arrays"]
     assert {f"params/{name}" for name, _ in P.named(model.params)} == {n for n in saved if n.startswith("params/")}
     older = run.load_model(str(workdir), step=5)
     assert older.step == 5
     assert not np.array_equal(older.params["embedding"], model.params["embedding"])
-    with pytest.raises(ValueError, match=r"no checkpoint of step 7; there are those of \[5, 8\]"):
+    with pytest.raises(ValueError, match=r"no checkpoint of step 7; there are those of \[5, 10, 15\]"):
         run.load_model(workdir, step=7)
 
 
@@ -446,7 +452,7 @@ def test_P30_resume_from_the_newest_good_checkpoint_is_told_and_loses_nothing(co
     assert status == 0
     assert "warning: the checkpoint of step 15 is damaged" in out
     assert "going on from step 10" in out
-    assert (tmp_path / "w/damaged/15").exists()
+    assert (tmp_path / "w/checkpoints/15.damaged").exists()
     assert list(series(lines, "train/loss")) == list(range(1, 21))
     same(undisturbed(checkpoint__every=5), tmp_path / "w")
 
