@@ -9,7 +9,6 @@ from common import TINY, assert_close, change, fit, initial_params, random_batch
 from minitf import step as step_lib
 from minitf.model import reference
 from minitf.model.loss import loss_sums, mean, token_sums
-from minitf.model.transformer import hidden
 
 SGD = change(TINY, optimizer__kind="sgd", optimizer__learning_rate=0.1, model__attention__num_kv_heads=4)
 UNEQUAL = np.concatenate([np.arange(16) < 2] * 4 + [np.arange(16) < 6] * 4).reshape(8, 16)  # 2 or 6 valid targets a row
@@ -107,25 +106,29 @@ def test_P10_masked_targets_may_be_anything():
     assert_close({**losses_w, **grads_w}, {**losses, **grads}, 0.0)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 8, 16, None])
 @pytest.mark.parametrize("changes", [{}, dict(logit_softcap=2.0), dict(tie_embeddings=True)])
-def test_chunked_loss_equals_the_whole_in_value_and_gradient(changes):
-    cfg = change(SGD.model, **changes)
-    batch, params = random_batch(SGD, weights=np.random.default_rng(0).random((8, 16))), random_params(cfg)
+def test_chunked_loss_equals_the_whole_in_value_and_gradient(chunk, changes):
+    cfg, rng = change(SGD.model, **changes), np.random.default_rng(0)
+    batch, head = random_batch(SGD, weights=rng.random((8, 16))), random_params(cfg)
+    head = {name: head[name] for name in ("embedding", "head") if name in head}
+    x = jnp.asarray(rng.standard_normal((8, 16, cfg.dim)), jnp.float32)
 
-    def total(params, chunk):
-        sums = loss_sums(params, hidden(params, batch["inputs"], cfg), batch["targets"], batch["weights"], cfg, chunk)
+    def total(head, x):
+        sums = loss_sums(head, x, batch["targets"], batch["weights"], cfg, chunk)
         return sums["loss"] + 0.1 * sums["z_loss"], sums
 
-    def plain(params):
-        logits = reference.model(params, batch["inputs"], cfg)
+    def plain(head, x):
+        logits = x @ (head["embedding"].T if cfg.tie_embeddings else head["head"])
+        if cfg.logit_softcap is not None:
+            logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
         loss = reference.cross_entropy(logits, batch["targets"], batch["weights"]) * batch["weights"].sum()
         z = (jax.nn.logsumexp(logits, axis=-1) ** 2 * batch["weights"]).sum()
         return loss + 0.1 * z, {"loss": loss, "z_loss": z}
 
-    (_, sums_0), grads_0 = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
-    for chunk in (5, None) if changes else (1, 5, 8, 16, None):
-        (_, sums), grads = jax.jit(jax.value_and_grad(functools.partial(total, chunk=chunk), has_aux=True))(params)
-        assert_close({"sums": sums, "grads": grads}, {"sums": sums_0, "grads": grads_0}, 1e-5, relative_to_largest=True)
+    results = [jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(head, x) for f in (total, plain)]
+    (sums, grads), (sums_0, grads_0) = (({**r[0][1]}, r[1]) for r in results)
+    assert_close({"sums": sums, "grads": grads}, {"sums": sums_0, "grads": grads_0}, 1e-5, relative_to_largest=True)
 
 
 def test_whole_logits_never_exist_in_the_chunked_loss():

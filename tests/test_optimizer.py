@@ -91,12 +91,15 @@ def test_a_stack_is_updated_like_its_layers_apart(kind):
 
     def three_steps(specs, params):
         tx = make_optimizer(cfg, specs, make_schedule(cfg, 10))
-        state = tx.init(params)
-        start = params
-        for i in range(3):
-            grads = jax.tree.map(lambda a, i=i: jnp.sin(a * (100 + i)), start)
+
+        @jax.jit
+        def step(params, state, grads):
             updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
+            return optax.apply_updates(params, updates), state
+
+        state, start = jax.jit(tx.init)(params), params
+        for i in range(3):
+            params, state = step(params, state, jax.tree.map(lambda a, i=i: jnp.sin(a * (100 + i)), start))
         return params
 
     params = P.init(stacked, jax.random.key(0))
@@ -104,8 +107,8 @@ def test_a_stack_is_updated_like_its_layers_apart(kind):
     params["blocks"] = jax.tree.map(
         lambda a: a * (1 + jnp.arange(a.shape[0])).reshape(-1, *(1,) * (a.ndim - 1)), params["blocks"]
     )
-    one = jax.jit(lambda p: three_steps(stacked, p))(params)
-    other = jax.jit(lambda p: three_steps(apart, p))({**params, "blocks": [P.unstacked(b) for b in params["blocks"]]})
+    one = three_steps(stacked, params)
+    other = three_steps(apart, {**params, "blocks": [P.unstacked(b) for b in params["blocks"]]})
     assert_close({**one, "blocks": [P.unstacked(b) for b in one["blocks"]]}, other, 1e-6, relative_to_largest=True)
 
 
