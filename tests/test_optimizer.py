@@ -132,10 +132,8 @@ def test_the_state_lies_like_its_parameters(kind):
         assert jax.tree.map(lambda a: a.sharding, state) == layout
 
 
-# In the fast suite those whose updates look at a whole array.
-MESHED = [
-    pytest.param(kind, "2x2x2", marks=[] if kind in ("adafactor", "muon") else pytest.mark.slow) for kind in OPTIMIZERS
-]
+# In the fast suite the one whose update looks at whole matrices.
+MESHED = [pytest.param(kind, "2x2x2", marks=[] if kind == "muon" else pytest.mark.slow) for kind in OPTIMIZERS]
 MESHED += [pytest.param(kind, mesh, marks=pytest.mark.slow) for kind in OPTIMIZERS for mesh in ("data8", "fsdp8")]
 
 
@@ -174,7 +172,7 @@ def test_P12_the_step_clips_the_accumulated_gradient_and_logs_its_norm_before():
     assert update == pytest.approx(0.05, rel=1e-4)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp8", "2x2x2", pytest.param("data8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["2x2x2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("data8", "fsdp8"))])
 def test_P13_replicated_parameters_count_once_in_the_norm(mesh):
     cfg = change(
         TINY, model__mlp__bias=True, optimizer__kind="sgd", optimizer__clip_norm=0.1, optimizer__learning_rate=0.1

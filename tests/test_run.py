@@ -191,7 +191,7 @@ def test_many_starts_at_once_leave_one_run(workdir):
 
 @pytest.mark.parametrize(
     "name",
-    ["runs/../runs/a/", "~/with space/é", *(pytest.param(n, marks=pytest.mark.slow) for n in ("runs/a", "link/a"))],
+    ["~/with space/é/", *(pytest.param(n, marks=pytest.mark.slow) for n in ("runs/a", "runs/../runs/a", "link/a"))],
 )
 def test_P29_any_form_of_a_path_trains_and_resumes(corpus, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

@@ -32,6 +32,7 @@ def test_P17_steps_schedule_and_evaluations_count_optimizer_steps(corpus, tmp_pa
     assert series(lines, "train/tokens_seen")[12] == 12 * 8 * 16
 
 
+@pytest.mark.slow
 def test_P24_evaluation_does_not_change_training(corpus, tmp_path):
     results = []
     for i, every in enumerate((5, 3, None)):
@@ -76,7 +77,8 @@ def test_P58_memory_does_not_grow_with_steps(corpus, tmp_path):
     assert used[500] < 1.05 * used[100]
 
 
-@pytest.mark.parametrize("mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("data8", "fsdp8")), "2x2x2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data8", "fsdp8", "2x2x2"])
 def test_a_run_on_a_mesh_has_the_losses_of_one_device(corpus, tmp_path, mesh):
     cfg = text_config(corpus, steps=5, model__vocab_size=64, eval_every=5)
     data, fsdp, tensor = MESHES[mesh]
