@@ -72,10 +72,10 @@ def torment(workdir: epath.Path, args: list[str], kills: int, steps: int, rng: r
         process = launch(workdir, args)
         if done.total() < kills:
             # Ahead of its time: kill it where it makes no progress, so that the kills last until the end.
-            ahead = progress(workdir) >= steps * (done.total() + 1) / (kills + 1)
+            ahead = progress(workdir) >= steps * (done.total() + 1) / (kills + 2)
             phase = rng.choice(STANDING if ahead else MOVING)
             seen = len(json_lines(workdir / "events.jsonl"))
-            if wait_for(process, workdir, seen, phase, rng.randint(1, 3) if phase in MOVING else 1):
+            if wait_for(process, workdir, seen, phase, rng.randint(1, 3) if phase == "steps" else 1):
                 try:
                     process.wait(
                         rng.uniform(0, LONGEST) if phase in ("start", "compile") else rng.uniform(0, LONGEST / 10)
