@@ -79,7 +79,7 @@ class Lock:
 
     def __init__(self, path: epath.Path):
         self._path, self._us = path, ourselves()
-        self._end = threading.Event()
+        self.end = threading.Event()
         self.lost: str | None = None  # who took it over
 
     @contextlib.contextmanager
@@ -154,7 +154,7 @@ class Lock:
 
     def renew(self) -> None:
         """Until the end: a sign of life now and then. Notices where another run has taken over."""
-        while not self._end.wait(RENEWED):
+        while not self.end.wait(RENEWED):
             with contextlib.suppress(OSError), self._alone():  # a file system out of reach: try again
                 lock = self._read()
                 if lock is not None and any(lock[k] != v for k, v in self._us.items()):
@@ -163,7 +163,6 @@ class Lock:
                 self._write()
 
     def release(self) -> None:
-        self._end.set()
         if self.lost is None:
             with self._alone():
                 self._path.unlink()
@@ -185,6 +184,8 @@ def locked(workdir: epath.Path, say: Callable[[str], None] = print) -> Iterator[
     try:
         yield lock
     finally:
+        lock.end.set()
+        thread.join()  # else it could write the lock again behind its release
         lock.release()
 
 
