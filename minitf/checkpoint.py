@@ -49,6 +49,14 @@ class Restored(NamedTuple):
     about: dict[str, Any]
     damaged: dict[int, str]  # newer steps that could not be read: step -> why
 
+    def warnings(self) -> list[str]:
+        """A line for each damaged checkpoint."""
+        step = self.about["step"]
+        return [
+            f"warning: the checkpoint of step {damaged} is damaged ({why}); going on from step {step}"
+            for damaged, why in self.damaged.items()
+        ]
+
 
 # ---- what a checkpoint says of its arrays
 
@@ -125,7 +133,7 @@ class Checkpoints:
 
     def __enter__(self) -> "Checkpoints":
         # When a write fails Orbax closes its event loop, of which its other writes then complain, each in a traceback.
-        hook = sys.unraisablehook
+        self._hook = hook = sys.unraisablehook
         closed = lambda u: isinstance(u.exc_value, RuntimeError) and str(u.exc_value) == "Event loop is closed"
         sys.unraisablehook = lambda u: None if closed(u) else hook(u)
         return self
@@ -139,6 +147,7 @@ class Checkpoints:
         finally:
             with contextlib.suppress(Exception):  # told by wait()
                 self._manager.close()
+            sys.unraisablehook = self._hook
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, in order."""

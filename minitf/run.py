@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import socket
 import threading
 import time
@@ -132,7 +131,7 @@ class Lock:
     def acquire(self, say: Callable[[str], None]) -> None:
         """Raises ValueError where another run holds it. A run elsewhere that has been silent is waited for until it shows
         life or counts as dead."""
-        seen, since, told = None, time.monotonic(), False
+        seen, since = None, time.monotonic()
         while True:
             lock, why = self.try_once(seen, since)
             if lock is None:
@@ -147,9 +146,7 @@ class Lock:
                 )
             if seen is None:
                 seen, since = lock, time.monotonic()
-            if not told:
                 say(f"a run on another machine may write there ({who}): waiting up to {STALE:.0f} s for a sign of life")
-                told = True
             time.sleep(0.5)
 
     def renew(self) -> None:
@@ -203,7 +200,7 @@ def clear(workdir: epath.Path) -> None:
         if os.path.islink(path):
             os.unlink(path)  # the link alone: what it points to is not ours
         elif path.is_dir():
-            path.rmtree() if not is_local(path) else shutil.rmtree(path)
+            path.rmtree()
         else:
             path.unlink()
 
@@ -320,8 +317,8 @@ def load_params(workdir: epath.Path, target: Any, step: int | None = None) -> tu
         if step is not None and step not in checkpoints.steps():
             raise ValueError(f"{workdir}: no checkpoint of step {step}; there are those of {checkpoints.steps()}")
         restored = checkpoints.restore_newest({"params": target}, steps=None if step is None else [step])
-    for damaged, why in restored.damaged.items():
-        print(f"warning: the checkpoint of step {damaged} is damaged ({why}); using step {restored.about['step']}")
+    for warning in restored.warnings():
+        print(warning)
     return restored.tree["params"], restored.about
 
 

@@ -205,20 +205,24 @@ def commit() -> str | None:
         return None
 
 
-def about(job: Job, step: int, loss: float | None = None) -> dict[str, Any]:
-    """What a checkpoint says beside its arrays. The position in the data is one integer: the next global batch. `loss`: of an
-    evaluation of this very state; None: there was none."""
+def position(job: Job, step: int) -> dict[str, Any]:
+    """The position in the data is one integer, the next global batch; and what it counts in."""
     cfg = job.cfg
     return {
+        "next_batch": step,
+        "seed": cfg.seed if cfg.data.seed is None else cfg.data.seed,
+        "batch_size": cfg.batch_size,
+        "seq_len": cfg.seq_len,
+        "sha256": job.corpus.sha256,
+    }
+
+
+def about(job: Job, step: int, loss: float | None = None) -> dict[str, Any]:
+    """What a checkpoint says beside its arrays. `loss`: of an evaluation of this very state; None: there was none."""
+    return {
         "evaluation": loss,
-        "data": {
-            "next_batch": step,
-            "seed": cfg.seed if cfg.data.seed is None else cfg.data.seed,
-            "batch_size": cfg.batch_size,
-            "seq_len": cfg.seq_len,
-            "sha256": job.corpus.sha256,
-        },
-        "config": dataclasses.asdict(cfg),
+        "data": position(job, step),
+        "config": dataclasses.asdict(job.cfg),
         "mesh": dict(job.mesh.shape),
         "processes": jax.process_count(),
         "versions": {"minitf": minitf.__version__, **versions()},
@@ -229,7 +233,7 @@ def about(job: Job, step: int, loss: float | None = None) -> dict[str, Any]:
 def check_same_run(job: Job, saved: dict[str, Any]) -> None:
     """Raises ValueError where a checkpoint belongs to a run with other settings or other data."""
     fixed, _ = run.differences(config_lib.freeze(saved["config"]), job.cfg)
-    data, now = saved["data"], about(job, saved["step"])["data"]
+    data, now = saved["data"], position(job, saved["step"])
     fixed += [f"data {name}: {data[name]} -> {now[name]}" for name in now if data[name] != now[name]]
     if fixed:
         raise ValueError(
@@ -246,9 +250,8 @@ def starting_state(
     cfg = job.cfg
     restored = checkpoints.restore_newest(functions.state, functools.partial(check_same_run, job))
     if restored is not None:
-        step = restored.about["step"]
-        for damaged, why in restored.damaged.items():
-            say(f"warning: the checkpoint of step {damaged} is damaged ({why}); going on from step {step}")
+        for warning in restored.warnings():
+            say(warning)
         if restored.damaged:
             checkpoints.put_aside(list(restored.damaged))
             say(f"the damaged checkpoints are now {checkpoints.directory}/STEP.damaged")

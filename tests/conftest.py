@@ -29,3 +29,13 @@ def corpus(tmp_path_factory):
     (folder / "train.txt").write_text(TEXT)
     (folder / "val.txt").write_text(TEXT[100:400])
     return folder
+
+
+@pytest.fixture(scope="module")
+def rate_known():
+    """Measuring the machine's rate in each run would take longer than the runs."""
+    from minitf import train
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "peak_flops", lambda devices, dtype: 1e12)
+        yield

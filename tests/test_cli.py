@@ -20,8 +20,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minitf import config, run, train
-from tests.common import ROOT, TINY, change, run_module
+from tests.common import ROOT, TINY, change, run_module, series
 from tools import compare_runs
+
+pytestmark = pytest.mark.usefixtures("rate_known")
 
 CONFIG = """\"\"\"The cases' set-up.\"\"\"
 import dataclasses
@@ -52,11 +54,6 @@ class Run(NamedTuple):
     overrides: tuple[str, ...]
 
 
-def values(lines: list[dict], tag: str) -> dict[int, Any]:
-    """step -> value of a tag."""
-    return {line["step"]: line[tag] for line in lines if tag in line}
-
-
 def read_jsonl(workdir: Path) -> list[dict]:
     text = (workdir / "metrics.jsonl").read_text(encoding="utf-8")
     assert text.endswith("\n")
@@ -78,14 +75,6 @@ def main(*args: Any) -> int:
         return train.main(list(map(str, args)))
     except SystemExit as e:
         return e.code
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rate_known():
-    """Measuring the machine's rate in each run would take longer than the runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "peak_flops", lambda devices, dtype: 1e12)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +167,7 @@ def test_metrics_hold_one_object_for_each_logged_step(finished):
 )
 def test_tags_stand_at_their_steps_as_finite_numbers(finished, steps, tags):
     for tag in tags.split():
-        of = values(finished.lines, tag)
+        of = series(finished.lines, tag)
         assert list(of) == steps, tag
         assert all(type(v) in (int, float) and math.isfinite(v) for v in of.values()), tag
 
@@ -186,8 +175,8 @@ def test_tags_stand_at_their_steps_as_finite_numbers(finished, steps, tags):
 def test_metrics_agree_with_one_another(finished):
     first, *_ = finished.lines
     assert first["params/total"] == first["params/embedding"] + first["params/non_embedding"]
-    assert values(finished.lines, "train/tokens_seen") == {n: n * 8 * 16 for n in (2, 4, 5)}
-    assert values(finished.lines, "train/learning_rate") == pytest.approx(dict.fromkeys((2, 4, 5), 1e-3))
+    assert series(finished.lines, "train/tokens_seen") == {n: n * 8 * 16 for n in (2, 4, 5)}
+    assert series(finished.lines, "train/learning_rate") == pytest.approx(dict.fromkeys((2, 4, 5), 1e-3))
     for line in finished.lines:
         if "eval/loss" in line:
             assert line["eval/perplexity"] == pytest.approx(math.exp(line["eval/loss"]))
@@ -203,7 +192,7 @@ def test_tensorboard_holds_the_same_scalars(finished):
     assert set(reader.Tags()["scalars"]) == expected
     for tag in expected:
         written = {e.step: e.value for e in reader.Scalars(tag)}
-        assert written == {step: np.float32(value) for step, value in values(finished.lines, tag).items()}
+        assert written == {step: np.float32(value) for step, value in series(finished.lines, tag).items()}
 
 
 def test_tensorboard_holds_the_config(finished):
@@ -399,7 +388,7 @@ def test_P42_sequence_longer_than_the_positions_is_refused(positions, refused):
 def test_P15_warm_up_as_long_as_the_run_is_a_ramp(cli, workdir):
     argv = ["--config.steps=10", "--config.optimizer.warmup_steps=10", "--config.optimizer.learning_rate=1"]
     assert cli(*argv, "--config.optimizer.schedule=cosine").status == 0
-    rates = values(read_jsonl(workdir), "train/learning_rate")
+    rates = series(read_jsonl(workdir), "train/learning_rate")
     assert rates == pytest.approx({n: (n - 1) / 10 for n in range(1, 11)}, abs=1e-6)
 
 
@@ -577,7 +566,7 @@ def skipping(trained) -> Run:
 def test_P35_nonfinite_loss_ends_with_status_4_and_names_the_step(trained, skipping):
     stopped = trained(*DIVERGES, "log_every=100")
     assert stopped.status == 4
-    (first, *_) = (n for n, loss in values(skipping.lines, "train/loss").items() if loss is None)
+    (first, *_) = (n for n, loss in series(skipping.lines, "train/loss").items() if loss is None)
     assert f"error: not finite at step {first}: loss nan" in stopped.err
     assert "this update was not applied" in stopped.err
     assert "optimizer.nonfinite=skip" in stopped.err
@@ -585,10 +574,10 @@ def test_P35_nonfinite_loss_ends_with_status_4_and_names_the_step(trained, skipp
 
 def test_nonfinite_skip_goes_on_and_counts(skipping):
     assert skipping.status == 0
-    losses = values(skipping.lines, "train/loss")
+    losses = series(skipping.lines, "train/loss")
     bad = [loss is None for loss in losses.values()]  # JSON has no NaN
     assert bad == [False, True, True, True]
-    assert values(skipping.lines, "train/skipped_steps") == {n: sum(bad[:n]) for n in losses}
+    assert series(skipping.lines, "train/skipped_steps") == {n: sum(bad[:n]) for n in losses}
     assert skipping.out.count(": skipped") == 3
 
 

@@ -26,6 +26,8 @@ from minitf.metrics import json_lines
 from tests.test_checkpoint import largest_file, truncate
 from tools import compare_runs
 
+pytestmark = pytest.mark.usefixtures("rate_known")
+
 
 def saving(corpus, **changes):
     """A run that saves: dropout, accumulation and shuffling are on."""
@@ -68,14 +70,6 @@ def killed_after(step):
         with contextlib.suppress(Killed):
             yield
             raise AssertionError(f"the run lived on after step {step}")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rate_known():
-    """Measuring the machine's rate in each run would take longer than the runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "peak_flops", lambda devices, dtype: 1e12)
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -229,7 +223,6 @@ def test_a_stopped_run_saves_at_once_and_evaluates_when_it_goes_on(corpus, undis
         assert launch(cfg, tmp_path / "w")[0] == train.INTERRUPTED  # each time after one step
     assert about(tmp_path / "w", 4)["evaluation"] is None
     monkeypatch.undo()
-    monkeypatch.setattr(train, "peak_flops", lambda devices, dtype: 1e12)
     _, lines = launch(cfg, tmp_path / "w")
     whole = undisturbed(steps=10, eval_every=2)
     assert list(series(lines, "eval/loss")) == [2, 4, 6, 8, 10]
@@ -476,7 +469,6 @@ def test_P35_nan_stops_the_run_and_is_never_saved(corpus, undisturbed, tmp_path,
     assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["5"]
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(final(tmp_path / "w")))
     monkeypatch.undo()
-    monkeypatch.setattr(train, "peak_flops", lambda devices, dtype: 1e12)
     assert launch(cfg, tmp_path / "w")[0] == 0
     same(undisturbed(checkpoint__every=5), tmp_path / "w")
 

@@ -428,11 +428,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         args, configs = parse(argv)
-        chosen = [
-            name
-            for name in ("against", "depths", "saves")
-            if (getattr(args, name) if name != "against" else len(configs) > 1)
-        ]
+        kinds = {"against": len(configs) > 1, "depths": args.depths, "saves": args.saves}
+        chosen = [name for name, asked in kinds.items() if asked]
         if len(chosen) > 1:
             raise ValueError(f"--{chosen[1]}: leave out --{chosen[0]}; each is a measurement of its own")
         if len(configs) == 2:
