@@ -22,6 +22,7 @@ from etils import epath
 
 from minitf import params as P
 from minitf.checksum import checksums
+from minitf.distributed import Vote, first_failing, is_first
 
 FORMAT = 1  # of `about`
 
@@ -90,6 +91,21 @@ def reason(e: BaseException) -> str:
     if number or (isinstance(e, OSError) and e.errno is not None):
         return os.strerror(int(number[1]) if number else e.errno)
     return f"{type(e).__name__}: {text.splitlines()[0][:300]}" if text else type(e).__name__
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[None]:
+    """What fails in one process is an error in all: else some would read an older checkpoint than the others."""
+    error = None
+    try:
+        yield
+    except Exception as e:
+        error = e
+    failing = first_failing(error is not None)
+    if error is not None:
+        raise error
+    if failing is not None:
+        raise RuntimeError(f"process {failing} could not read it")
 
 
 # ---- a directory of checkpoints
@@ -210,11 +226,13 @@ class Checkpoints:
 
     def restore(self, step: int, target: Any, about: dict[str, Any]) -> Any:
         """The arrays that the target (jax.ShapeDtypeStruct with shardings) names: the whole state, or a part of it such as
-        {"params": ...}. Raises ValueError where a checksum differs, and what Orbax raises for files that it cannot read."""
+        {"params": ...}. Raises ValueError where a checksum differs, and what Orbax raises for files that it cannot read; where
+        one process cannot read its part, then in all processes."""
         args = ocp.args.PyTreeRestore(
             item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
-        tree = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
+        with all_or_none():
+            tree = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
         for name, value in checksums(tree).items():
             if about["arrays"][name]["checksum"] != value:
                 raise ValueError(f"{name}: the checksum is {value}, not {about['arrays'][name]['checksum']}")
@@ -224,8 +242,9 @@ class Checkpoints:
         """(step, about) of the checkpoints (of `steps`, if given), newest first; those that cannot be read go to `damaged`."""
         for step in reversed(self.steps() if steps is None else steps):
             try:
-                about = self.about(step)
-                about["arrays"]
+                with all_or_none():
+                    about = self.about(step)
+                    about["arrays"]
             except Exception as e:  # whatever a damaged file makes Orbax raise
                 damaged[step] = reason(e)
                 continue
@@ -266,8 +285,10 @@ class Checkpoints:
         """Renames damaged checkpoints to STEP.damaged, out of the way of the run that will write these steps again."""
         for step in steps:
             names = (f"{step}.damaged{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
-            place = next(p for p in (self.directory / name for name in names) if not p.exists())
-            (self.directory / str(step)).rename(place)
+            if is_first():
+                place = next(p for p in (self.directory / name for name in names) if not p.exists())
+                (self.directory / str(step)).rename(place)
+        Vote([0]).read()  # waits for it
         self._manager.reload()
 
 

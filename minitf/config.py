@@ -20,7 +20,7 @@ from ml_collections import config_dict
 from minitf.checkpoint import CheckpointConfig
 from minitf.data.pipeline import DATASETS, DataConfig
 from minitf.data.tokenizer import TOKENIZERS
-from minitf.distributed import WatchdogConfig
+from minitf.distributed import DistributedConfig, WatchdogConfig
 from minitf.model.attention import ATTENTION, IMPLEMENTATIONS, sizes
 from minitf.model.loss import LossConfig
 from minitf.model.mlp import MLP
@@ -55,6 +55,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
 
 # ---- dataclasses <-> ConfigDict
@@ -330,9 +331,11 @@ def validate(cfg: Config) -> None:
     if cfg.batch_size % cfg.accumulation:
         raise ValueError(f"batch_size={cfg.batch_size}: not divisible by accumulation={cfg.accumulation}")
 
-    for axis in AXES:
-        n = getattr(cfg.mesh, axis)
-        require(f"mesh.{axis}", n, n == -1 or n >= 1, "at least 1, or -1 for the devices that the others leave")
+    for prefix, of in {"": "devices", "dcn_": "hosts"}.items():
+        for axis in AXES:
+            n = getattr(cfg.mesh, prefix + axis)
+            constraint = f"at least 1, or -1 for the {of} that the others leave"
+            require(f"mesh.{prefix}{axis}", n, n == -1 or n >= 1, constraint)
 
     pick("model.attention.kind", ATTENTION, a.kind)
     for kind in m.pattern or ():
@@ -388,6 +391,8 @@ def validate(cfg: Config) -> None:
     positive |= {"watchdog.factor": cfg.watchdog.factor, "watchdog.at_least": cfg.watchdog.at_least}
     for name, value in positive.items():
         require(name, value, value is None or 0 < value < math.inf, "a number above 0")
+    for name, value in dataclasses.asdict(cfg.distributed).items():  # JAX counts both in whole seconds
+        require(f"distributed.{name}", value, 1 <= value < 2**31, "at least 1 second")
     for name, value in {
         "optimizer.weight_decay": o.weight_decay,
         "optimizer.end_learning_rate": o.end_learning_rate,

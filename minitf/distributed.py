@@ -1,8 +1,12 @@
-"""The process and its surroundings: what ends a run early, and what watches that it goes on."""
+"""The process and its surroundings: starting as one of several, agreeing with the others, what ends a run early, and what
+watches that it goes on."""
 
+import argparse
 import contextlib
 import dataclasses
 import faulthandler
+import functools
+import hashlib
 import math
 import os
 import signal
@@ -10,9 +14,172 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minitf import cluster
+
+# ---- one of several processes
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    start_timeout: float = 300.0  # seconds that processes wait at the start until all have come
+    heartbeat_timeout: float = (
+        30.0  # seconds without a sign of life after which a process counts as dead, which ends all
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say what a cluster that is not detected does not say."""
+    group = parser.add_argument_group("several processes, where the cluster is not one that is detected")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens (or $MINITF_COORDINATOR)")
+    group.add_argument("--num_processes", type=int, metavar="N", help="how many there are (or $MINITF_NUM_PROCESSES)")
+    group.add_argument("--process_id", type=int, metavar="I", help="which one this is (or $MINITF_PROCESS_ID)")
+
+
+def start(cfg: DistributedConfig, args: argparse.Namespace) -> None:
+    """Makes this process one of several where flags, MINITF_* variables or a cluster say so, and prints what was chosen and why.
+    Before any use of a device. Does nothing where the caller has called `jax.distributed.initialize` itself. Raises ValueError
+    where the surroundings do not fit together."""
+    if jax.distributed.is_initialized():
+        return
+    flags = {name: getattr(args, name) for name in cluster.EXPLICIT}
+    why, arguments = cluster.detect(os.environ, cluster.this_machine(os.environ), **flags)
+    if why is not None:
+        print(why if arguments else f"one process: {why}", flush=True)
+    if arguments is None:
+        return
+    # Its handler of SIGTERM would come before ours and knows of no other signal.
+    jax.config.update("jax_enable_preemption_service", False)
+    with waiting(cfg.start_timeout):
+        try:
+            jax.distributed.initialize(
+                **arguments,
+                # A little longer than the service waits, whose answer names those that did not come.
+                initialization_timeout=round(cfg.start_timeout) + 15,
+                heartbeat_timeout_seconds=round(cfg.heartbeat_timeout),
+                shutdown_timeout_seconds=round(cfg.heartbeat_timeout),
+            )
+        except Exception as e:  # an address that does not exist, a cluster that does not answer
+            raise ValueError(
+                f"{why}: could not start: {type(e).__name__}: {e}\nMINITF_NUM_PROCESSES=1 would start this process alone"
+            ) from None
+
+
+@contextlib.contextmanager
+def waiting(seconds: float) -> Iterator[None]:
+    """The coordination service waits so long for all processes. JAX has no setting for it, and by itself no process would learn
+    which of the others did not come."""
+    from jax._src.lib import _jax
+
+    name = "get_distributed_runtime_service"
+    make = getattr(_jax, name, None)
+    if make is None:  # a later JAX
+        yield
+        return
+    with mock.patch.object(_jax, name, functools.partial(make, cluster_register_timeout=round(seconds))):
+        yield
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and speaks for all."""
+    return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+    """A line of the run, once."""
+    if is_first():
+        print(text, flush=True)
+
+
+def exit_process(status: int) -> NoReturn:
+    """Ends this process at once. A normal exit would first wait for the other processes, which wait for this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """An error that nothing expects ends this process, one of several, with its traceback; the coordination service then ends
+    the others. Alone, it is raised."""
+    try:
+        yield
+    except Exception:
+        if jax.process_count() == 1:
+            raise
+        print(f"error on process {jax.process_index()} of {jax.process_count()}:", file=sys.stderr)
+        traceback.print_exc()
+        exit_process(1)
+
+
+@functools.cache
+def _highest() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+    mesh = Mesh(np.array(jax.devices()), ("devices",))
+    return NamedSharding(mesh, P("devices")), jax.jit(
+        lambda x: jnp.max(x, axis=0), out_shardings=NamedSharding(mesh, P())
+    )
+
+
+class Vote:
+    """The largest of each of some integers over all processes. Every process must cast it at the same place."""
+
+    def __init__(self, values: Sequence[int]):
+        self._result: Any = np.array(values)
+        if jax.process_count() > 1:
+            sharding, highest = _highest()
+            own = self._result[None]
+            self._result = highest(
+                jax.make_array_from_callback((jax.device_count(), len(values)), sharding, lambda index: own)
+            )
+
+    def read(self) -> list[int]:
+        """Waits for all processes, if they have not all cast it."""
+        return np.asarray(self._result).tolist()
+
+
+def first_failing(failed: bool) -> int | None:
+    """The first process that has failed, by its number; None: none has. Waits for all."""
+    n = jax.process_count()
+    (found,) = Vote([n - jax.process_index() if failed else 0]).read()
+    return n - found if found else None
+
+
+@contextlib.contextmanager
+def together(fail: Callable[[str], NoReturn]) -> Iterator[None]:
+    """A mistake that a user can mend (ValueError) ends all processes where it ends one; the first of those that met it says so
+    by `fail`. Every process must come here."""
+    error = None
+    try:
+        yield
+    except ValueError as e:
+        error = e
+    failing = first_failing(error is not None)
+    if failing == jax.process_index():
+        fail(str(error) if jax.process_count() == 1 else f"on process {failing}: {error}")
+    if failing is not None:
+        sys.exit(2)
+
+
+def same_everywhere(what: str, value: str) -> None:
+    """Raises ValueError where processes have another value than process 0, naming them."""
+    digest = np.frombuffer(hashlib.sha256(value.encode()).digest()[:4], np.int32)
+    digests = multihost_utils.process_allgather(digest).reshape(jax.process_count())
+    others = [str(i) for i, d in enumerate(digests) if d != digests[0]]
+    if others:
+        raise ValueError(f"{what} of process {', '.join(others)} differ from those of process 0")
+
 
 # ---- asked to end
 
@@ -46,7 +213,9 @@ def process_age() -> float:
 
 
 class StopRequest:
-    """Why the run is to end after the step at hand; None: go on."""
+    """Why the run is to end; None: go on."""
+
+    REASONS = ("SIGINT", "SIGTERM", "SIGUSR1", "max_run_time")
 
     def __init__(self, max_run_time: float | None = None):
         self.signal: str | None = None
@@ -62,8 +231,8 @@ def stop_on_signals(max_run_time: float | None = None) -> Iterator[StopRequest]:
     """SIGINT, SIGTERM and SIGUSR1 (Slurm's `--signal`) set the request, and so do `max_run_time` seconds of this process; a
     second signal acts as it would have without us. Main thread only."""
     request = StopRequest(max_run_time)
-    names = ("SIGINT", "SIGTERM", "SIGUSR1")
-    before = {s: signal.getsignal(s) for s in (getattr(signal, n) for n in names if hasattr(signal, n))}
+    numbers = [getattr(signal, name) for name in StopRequest.REASONS if hasattr(signal, name)]
+    before = {s: signal.getsignal(s) for s in numbers}
 
     def restore() -> None:
         for s, handler in before.items():
@@ -73,7 +242,7 @@ def stop_on_signals(max_run_time: float | None = None) -> Iterator[StopRequest]:
         request.signal = signal.Signals(number).name
         restore()
         # Not print: the signal may have come in the middle of one.
-        text = f"\n{request.signal}: the run ends after the step at hand; a second one ends it at once\n"
+        text = f"\n{request.signal}: the run saves and ends within two steps; a second one ends it at once\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
 
     try:

@@ -6,6 +6,7 @@ import datetime
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -54,11 +55,13 @@ def measured_flops(dtype: str = "float32", repeats: int = 5) -> float:
 
 
 def peak_flops(devices: list, dtype: str) -> float:
-    """FLOP/s of all devices together: from the table, else measured. Simulated CPU devices share one machine."""
+    """FLOP/s of all devices together: from the table, else measured, by every process at the same time. Outside a mesh, which
+    would do each product on all devices."""
     kind = devices[0].device_kind
     if kind in PEAK_FLOPS:
         return PEAK_FLOPS[kind] * len(devices)
-    return measured_flops(dtype) * (1 if devices[0].platform == "cpu" else len(devices))
+    # CPU devices share a machine, and so may processes, which measure at the same time.
+    return measured_flops(dtype) * (jax.process_count() if devices[0].platform == "cpu" else len(devices))
 
 
 def group_of(name: str) -> str:
@@ -101,7 +104,11 @@ class JsonLines:
     `keep` is true. An object store has no appending: there the file is written anew at every `flush`, which the run calls at
     each save."""
 
-    def __init__(self, path: epath.Path, keep: Callable[[dict[str, Any]], bool] = lambda value: True):
+    def __init__(self, path: epath.Path | None, keep: Callable[[dict[str, Any]], bool] = lambda value: True):
+        """`path`: None writes nowhere."""
+        if path is None:
+            self._file, self._lines = open(os.devnull, "w"), ""
+            return
         self._path = path
         self._lines = "".join(json.dumps(x) + "\n" for x in json_lines(path) if keep(x))
         self._file = None
@@ -292,3 +299,12 @@ class MetricWriter:
             self._bar = None
         self._jsonl.close()
         self._tensorboard.close()
+
+
+class NoWriter:
+    """Stands for a MetricWriter in the processes that write nothing."""
+
+    def write(self, *_: Any) -> None:
+        pass
+
+    progress = say = text = flush = close = write

@@ -3,10 +3,12 @@ knows of sharding."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,32 +45,82 @@ class MeshConfig:
     data: int = 1  # replicas of the parameters; -1: the devices that the others leave
     fsdp: int = -1  # shards of the parameters along their width, of the batch too
     tensor: int = 1  # shards of heads, MLP and vocabulary
+    # Factors of the same axes that lie across hosts (of several TPU slices: across slices). Where any is given, their product is
+    # the number of hosts, the sizes above count inside one, and an axis has the product of both; else data takes the hosts
+    # first, then fsdp. -1: the hosts that the others leave.
+    dcn_data: int = 1
+    dcn_fsdp: int = 1
+    dcn_tensor: int = 1
 
 
-def mesh_shape(cfg: MeshConfig, devices: int) -> tuple[int, int, int]:
-    """Sizes of AXES on so many devices. Raises ValueError where they do not fit."""
-    sizes = {a: getattr(cfg, a) for a in AXES}
+def filled(prefix: str, cfg: MeshConfig, total: int, of: str) -> list[int]:
+    """The sizes of the settings prefix + AXES, -1 replaced by what the others leave of the total. Raises ValueError where they do
+    not fit; `of`: what there are so many of."""
+    sizes = {prefix + a: getattr(cfg, prefix + a) for a in AXES}
     text = ", ".join(f"mesh.{a}={n}" for a, n in sizes.items())
     rest = [a for a, n in sizes.items() if n == -1]
     if len(rest) > 1:
-        raise ValueError(f"{text}: at most one axis may be -1 (the devices that the others leave)")
+        raise ValueError(f"{text}: at most one axis may be -1 (the {of} that the others leave)")
     fixed = math.prod(n for n in sizes.values() if n != -1)
     if rest:
-        if devices % fixed:
-            raise ValueError(f"{text}: {devices} devices are not divisible by {fixed}, the product of the given axes")
-        sizes[rest[0]] = devices // fixed
-    elif fixed != devices:
+        if total % fixed:
+            raise ValueError(f"{text}: {total} {of} are not divisible by {fixed}, the product of the given axes")
+        sizes[rest[0]] = total // fixed
+    elif fixed != total:
         raise ValueError(
-            f"{text}: the product is {fixed}, but there are {devices} devices; set one axis to -1 to fill the rest"
+            f"{text}: the product is {fixed}, but there are {total} {of}; set one axis to -1 to fill the rest"
         )
-    return tuple(sizes.values())
+    return list(sizes.values())
+
+
+Shape = tuple[int, ...]
+
+
+def mesh_shape(cfg: MeshConfig, devices: int, hosts: int = 1) -> tuple[Shape, Shape]:
+    """Sizes of AXES on so many devices (inside a host, across hosts). Raises ValueError where they do not fit."""
+    if devices % hosts:
+        raise ValueError(f"{devices} devices on {hosts} hosts: each host must have as many")
+    if any(getattr(cfg, f"dcn_{a}") != 1 for a in AXES):
+        across = filled("dcn_", cfg, hosts, "hosts")
+        inside = filled("", cfg, devices // hosts, "devices" if hosts == 1 else "devices on a host")
+        return tuple(inside), tuple(across)
+    # The outer axes send least: they take the hosts first, and tensor only what none of them can.
+    inside, across, left = filled("", cfg, devices, "devices"), [], hosts
+    for i, size in enumerate(inside):
+        across.append(math.gcd(size, left))
+        inside[i] //= across[i]
+        left //= across[i]
+    return tuple(inside), tuple(across)
+
+
+def hosts(devices: Sequence[Any]) -> int:
+    """Groups of devices with fast links among them: machines, or slices of a TPU. JAX calls both slices, and does not number
+    them where there is one."""
+    return len({getattr(d, "slice_index", 0) for d in devices})
 
 
 def make_mesh(cfg: MeshConfig, devices: list | None = None) -> Mesh:
-    """The mesh over all devices (or those given), tensor innermost. Enter it with `jax.set_mesh`."""
+    """The mesh over all devices (or those given), tensor innermost, hosts outermost in each axis. Enter it with `jax.set_mesh`.
+    Raises ValueError where the sizes do not fit."""
     devices = jax.devices() if devices is None else devices
-    shape = mesh_shape(cfg, len(devices))
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    inside, across = mesh_shape(cfg, len(devices), hosts(devices))
+    types = (AxisType.Auto,) * len(AXES)
+    if hosts(devices) == 1:
+        shape = tuple(a * b for a, b in zip(inside, across, strict=True))
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    grid = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=types)
+
+
+def describe_mesh(cfg: MeshConfig, mesh: Mesh) -> str:
+    """The sizes of the axes, and which part of them lies across hosts."""
+    devices = list(mesh.devices.flat)
+    text = ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
+    if (n := hosts(devices)) > 1:
+        _, across = mesh_shape(cfg, len(devices), n)
+        kind = "slices" if devices[0].platform == "tpu" else "hosts"
+        text += f"; across {n} {kind}: " + ", ".join(f"{a}={f}" for a, f in zip(AXES, across, strict=True) if f > 1)
+    return text
 
 
 def partition(p: Param, *, gathered: bool = False) -> P:

@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,22 +22,22 @@ import numpy as np
 from etils import epath
 
 import minitf
-from minitf import checksum, run, sharding
+from minitf import checksum, distributed, run, sharding
 from minitf import config as config_lib
 from minitf import params as P
 from minitf.checkpoint import Checkpoints, DamagedError, SaveError, versions
 from minitf.config import Config
 from minitf.data import pipeline
 from minitf.data.store import DataError, Rows
-from minitf.distributed import Watchdog, process_age, stop_on_signals
-from minitf.metrics import Events, MetricWriter, StepClock, peak_flops
+from minitf.distributed import StopRequest, Vote, Watchdog, process_age, stop_on_signals
+from minitf.metrics import Events, MetricWriter, NoWriter, StepClock, peak_flops
 from minitf.model import attention
 from minitf.model.transformer import flops_per_token, model_params, pattern
 from minitf.optimizer import make_optimizer, make_schedule
 from minitf.state import TrainState, abstract_state, first_state, init_state, state_shardings
 from minitf.step import Batch, eval_step, evaluate, train_step
 
-FAILED, INTERRUPTED, NONFINITE = 1, 3, 4  # exit statuses; 2 is a user's mistake
+FAILED, MISTAKE, INTERRUPTED, NONFINITE = 1, 2, 3, 4  # exit statuses; a mistake is the user's
 
 
 # ---- a run
@@ -108,9 +110,11 @@ def describe(job: Job) -> str:
     cfg, corpus, mesh = job.cfg, job.corpus, job.mesh
     count = P.count(job.specs)
     chosen = implementation(cfg, mesh)
-    kind, axes = mesh.devices.flat[0].device_kind, ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
+    kind, processes = mesh.devices.flat[0].device_kind, jax.process_count()
+    several = f" in {processes} processes" if processes > 1 else ""
     lines = [
-        f"minitf {minitf.__version__}, JAX {jax.__version__}, devices: {mesh.size} x {kind}, mesh {axes}",
+        f"minitf {minitf.__version__}, JAX {jax.__version__}, devices: {mesh.size} x {kind}{several}, mesh "
+        f"{sharding.describe_mesh(cfg.mesh, mesh)}",
         f"data {cfg.data.kind}: {corpus.size:,} bytes, sha256 {corpus.sha256[:16]}, {len(corpus.train):,} training and "
         f"{len(corpus.val):,} validation tokens, {job.rows:,} rows of {cfg.seq_len}",
         f"attention {', '.join(pattern(cfg.model))}: {chosen} (model.attention.implementation={cfg.model.attention.implementation})",
@@ -147,6 +151,7 @@ def program(job: Job) -> Program:
     state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(job.specs, tx), layout
     )
+    everywhere = sharding.replicated(job.mesh)
     init = functools.partial(init_state, specs=job.specs, tx=tx)
     step = functools.partial(train_step, cfg=cfg, tx=tx, schedule=schedule)
     # On a CPU, optimising the random numbers of the start takes longer than compiling the step, and gives other last bits on
@@ -156,8 +161,9 @@ def program(job: Job) -> Program:
         state,
         jax.jit(init, out_shardings=layout, compiler_options=options),
         jax.jit(functools.partial(first_state, tx=tx), out_shardings=layout),
-        jax.jit(step, donate_argnums=0, out_shardings=(layout, None)),
-        jax.jit(functools.partial(eval_step, byte_lengths=lengths, cfg=cfg)),
+        # Metrics are whole on every device, for every process to read.
+        jax.jit(step, donate_argnums=0, out_shardings=(layout, everywhere)),
+        jax.jit(functools.partial(eval_step, byte_lengths=lengths, cfg=cfg), out_shardings=everywhere),
     )
 
 
@@ -193,6 +199,10 @@ class NonFinite(Exception):
 
 class Refused(Exception):
     """The run of the work directory cannot go on as this job."""
+
+
+class BatchError(Exception):
+    """A batch could not be made."""
 
 
 @functools.cache
@@ -271,28 +281,31 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
     tokens_a_step = cfg.batch_size * cfg.seq_len
     flops = flops_per_token(cfg.model, job.specs, cfg.seq_len)
     functions = program(job)
+    peak = peak_flops(list(job.mesh.devices.flat), cfg.model.dtype)
+    first_process = distributed.is_first()  # the one that writes files, checkpoints aside
     limit = None if cfg.max_run_time is None else config_lib.seconds("max_run_time", cfg.max_run_time)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(surroundings(job))
         stop = stack.enter_context(stop_on_signals(limit))
-        events = stack.enter_context(contextlib.closing(Events(workdir / "events.jsonl")))
+        events = stack.enter_context(contextlib.closing(Events(workdir / "events.jsonl" if first_process else None)))
         events.add("start", pid=os.getpid(), process_age=process_age(), steps=job.steps, commit=commit())
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", cfg.checkpoint))
 
         with events.timed("restore" if checkpoints.steps() else "init") as event:
             try:
-                state, restored = starting_state(job, functions, checkpoints, print)
+                state, restored = starting_state(job, functions, checkpoints, distributed.say)
             except ValueError as e:
                 raise Refused(str(e)) from e
             event["step"] = first = 0 if restored is None else restored["step"]
             jax.block_until_ready(state)
         if restored is not None and first >= job.steps:
-            print(f"step {first} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
+            distributed.say(f"step {first} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
             events.add("stop", step=first, reason="already done")
             return 0
         start = None if restored is None else first
-        writer = stack.enter_context(contextlib.closing(MetricWriter(workdir, job.steps, start=start)))
+        writer = MetricWriter(workdir, job.steps, start=start) if first_process else NoWriter()
+        stack.callback(writer.close)
         writer.text(0 if restored is None else first + 1, "config", config_lib.to_json(cfg))
         if restored is None:
             writer.write(0, {f"params/{name}": n for name, n in P.count(job.specs).items()})
@@ -336,12 +349,30 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
             events.add("stop", step=0, reason="done")
             return 0
 
-        peak = peak_flops(list(job.mesh.devices.flat), cfg.model.dtype)
         batches = training_batches(job, first)
-        batch = next(batches)
+        ahead: deque[Batch] = deque()  # of the next two steps: so that all processes know of a failure before its step
+        failure: Exception | None = None
+
+        def read_ahead(step: int) -> None:
+            """The batch of this step, behind those that are there."""
+            nonlocal failure
+            if failure is not None or step > job.steps:
+                return
+            try:
+                ahead.append(next(batches))
+            except Exception as e:
+                failure = BatchError(f"the batch of step {step}: {type(e).__name__}: {e}")
+                failure.__cause__ = e
+
+        read_ahead(first + 1)
+        if failure is not None:
+            raise failure
+        read_ahead(first + 2)
         with events.timed("compile"):
             began = time.perf_counter()
-            step_fn = functions.step.lower(state, batch).compile()  # once: a batch of another shape would be an error
+            step_fn = functions.step.lower(
+                state, ahead[0]
+            ).compile()  # once: a batch of another shape would be an error
             compile_time: float | None = time.perf_counter() - began
         writer.say(f"compiled in {compile_time:.1f} s")
 
@@ -390,31 +421,38 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
         try:
             pending = None
             for step in range(first + 1, job.steps + 1):
-                state, metrics = step_fn(state, batch)
+                # What the processes decide together, asked before the step so that the devices need not wait for the answer.
+                reason, minutes = stop.reason, cfg.checkpoint.every_minutes
+                vote = Vote(
+                    [
+                        0 if reason is None else StopRequest.REASONS.index(reason) + 1,
+                        jax.process_index() + 1 if failure is not None else 0,
+                        # One clock for all: that of the first process.
+                        first_process and minutes is not None and time.monotonic() - saved_at >= 60 * minutes,
+                    ]
+                )
+                state, metrics = step_fn(state, ahead.popleft())
                 if pending is not None:
                     finish(*pending)  # the step before: reading this one now would stall the device
                 pending = (step, metrics)
                 watchdog.beat(step + 1)
-                failure = None
-                if step < job.steps:
-                    with clock.waiting():
-                        try:
-                            batch = next(batches)
-                        except Exception as e:  # after saving what is done
-                            failure = e
+                with clock.waiting():
+                    read_ahead(step + 2)
                 if lock is not None and lock.lost:
                     raise SaveError(f"another run has taken over {workdir} ({lock.lost}); step {step} is not saved")
-                stopping = stop.reason if step < job.steps else None  # read once: it may change at any time
-                end = failure or stopping or step == job.steps
+                stopping, failing, due = vote.read()
+                end = step == job.steps
+                if end:
+                    stopping = failing = 0
                 # A process that is told to stop may have seconds left: it saves, and the next one evaluates.
-                evaluating = evaluation_due(step) and not (failure or stopping)
-                every, minutes = cfg.checkpoint.every, cfg.checkpoint.every_minutes
+                evaluating = evaluation_due(step) and not (failing or stopping)
+                every = cfg.checkpoint.every
                 saving = (
                     (every is not None and step % every == 0)
-                    or (minutes is not None and time.monotonic() - saved_at >= 60 * minutes)
-                    or (end and cfg.checkpoint.last)
+                    or due
+                    or ((end or stopping or failing) and cfg.checkpoint.last)
                 )
-                if not (evaluating or saving or end):
+                if not (evaluating or saving or end or stopping or failing):
                     continue
 
                 finish(*pending)
@@ -430,12 +468,13 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
                 clock.start(step)
                 if failure is not None:
                     raise failure
-                if stopping:
+                if stopping or failing:
                     checkpoints.wait()
+                    why = f"an error in process {failing - 1}" if failing else StopRequest.REASONS[stopping - 1]
                     kept = "the same command goes on" if saving else "not saved (checkpoint.last=False)"
-                    writer.say(f"stopped by {stopping} after step {step} of {job.steps}; {kept}")
-                    events.add("stop", step=step, reason=stopping)
-                    return INTERRUPTED
+                    writer.say(f"stopped by {why} after step {step} of {job.steps}; {kept}")
+                    events.add("stop", step=step, reason=why)
+                    return FAILED if failing else INTERRUPTED
             checkpoints.wait()
             events.add("stop", step=job.steps, reason="done")
             return 0
@@ -475,47 +514,65 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="start anew in a work directory that holds a run (default: go on with it)",
     )
-    with contextlib.ExitStack() as stack:
-        try:
-            args, cfg = config_lib.parse_args(sys.argv[1:] if argv is None else argv, parser)
-            if args.print_config:
-                print(config_lib.to_json(cfg), end="")
-                return 0
-            workdir = run.resolve(args.workdir or f"runs/{Path(args.config.partition(':')[0]).stem}")
-            use_compilation_cache(cfg.compilation_cache, workdir)
+    distributed.add_arguments(parser)
+    try:
+        args, cfg = config_lib.parse_args(sys.argv[1:] if argv is None else argv, parser)
+        if args.print_config:
+            print(config_lib.to_json(cfg), end="")
+            return 0
+        workdir = run.resolve(args.workdir or f"runs/{Path(args.config.partition(':')[0]).stem}")
+        use_compilation_cache(cfg.compilation_cache, workdir)
+        distributed.start(cfg.distributed, args)
+    except ValueError as e:
+        config_lib.fail(str(e))
+    with distributed.guarded(), contextlib.ExitStack() as stack:
+        with distributed.together(config_lib.fail):
             job = prepare(cfg)
-            print(describe(job))
+        with distributed.together(config_lib.fail):
+            distributed.same_everywhere("settings or data", config_lib.to_json(job.cfg) + job.corpus.sha256)
+        say = distributed.say
+        say(describe(job))
+        lock, changed = None, []
+        with distributed.together(config_lib.fail):
             if cfg.init_from is not None:
                 run.check_params(run.resolve(cfg.init_from, "init_from"), job.specs)
-            lock = stack.enter_context(run.locked(workdir))
-            found, changed = run.begin(workdir, job.cfg, args.overwrite)
-        except ValueError as e:
-            config_lib.fail(str(e))
-        print(f"work directory {workdir}; watch it with: tensorboard --logdir {workdir}")
-        for line in changed:
-            print(f"changed: {line}")
-        if found and not run.has_checkpoint(workdir):
-            print("the run there has no checkpoint yet: it starts anew")
-        sys.stdout.flush()
+            if distributed.is_first():
+                lock = stack.enter_context(run.locked(workdir))
+                found, changed = run.begin(workdir, job.cfg, args.overwrite)
+                say(f"work directory {workdir}; watch it with: tensorboard --logdir {workdir}")
+                for line in changed:
+                    say(f"changed: {line}")
+                if found and not run.has_checkpoint(workdir):
+                    say("the run there has no checkpoint yet: it starts anew")
         return guarded_train(job, workdir, lock)
 
 
-def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock) -> int:
+def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None) -> int:
     """`train`, with one message in place of a traceback for what may happen to a sound program."""
     try:
         return train(job, workdir, lock)
-    except (DataError, Refused) as e:
-        config_lib.fail(str(e))
-    except NonFinite as e:
-        print(f"error: not finite at {e}", file=sys.stderr)
-        return NONFINITE
-    except (SaveError, DamagedError) as e:
-        print(f"error: {e}", file=sys.stderr)
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except (Refused, NonFinite, DamagedError) as e:  # every process meets these, at the same step
+        text = f"not finite at {e}" if isinstance(e, NonFinite) else str(e)
+        status = {Refused: MISTAKE, NonFinite: NONFINITE, DamagedError: FAILED}[type(e)]
+        if distributed.is_first():
+            print(f"error: {text}", file=sys.stderr)
+        return status
+    except BatchError as e:  # the other processes have stopped, too
+        mistake = isinstance(e.__cause__, DataError)
+        if not mistake:
+            traceback.print_exception(e)
+        print(f"error: {e.__cause__ if mistake else e}", file=sys.stderr)
+        return MISTAKE if mistake else FAILED
+    except (DataError, SaveError, OSError) as e:
+        if isinstance(e, OSError) and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        print(f"error: {workdir}: {e.strerror}", file=sys.stderr)
-    return FAILED
+        text = f"{workdir}: {e.strerror}" if isinstance(e, OSError) else str(e)
+        status = MISTAKE if isinstance(e, DataError) else FAILED
+        if jax.process_count() > 1:  # the others wait for this one
+            print(f"error on process {jax.process_index()}: {text}", file=sys.stderr)
+            distributed.exit_process(status)
+        print(f"error: {text}", file=sys.stderr)
+        return status
 
 
 if __name__ == "__main__":

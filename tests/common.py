@@ -3,14 +3,17 @@
 import dataclasses
 import functools
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from minitf import config, run, sharding, train
 from minitf import params as P
@@ -170,3 +173,71 @@ def run_module(module: str, *args: str, devices: int = 1, cwd: Path = ROOT, **en
     environment = {**inherited, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT), **env}
     command = [sys.executable, "-m", module, *map(str, args)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+# ---- several processes
+
+
+class Processes:
+    """`python -m MODULE ARGS` as n processes on this machine that find one another, each with so many simulated devices. On
+    leaving, what still runs is killed."""
+
+    def __init__(self, n: int, module: str, *args: Any, devices: int = 2, logs: Path, of_each: Any = None, **env: str):
+        """`of_each(i)`: more variables of process i."""
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self._files = [open(logs / f"process-{i}.{k}", "w+") for i in range(n) for k in ("out", "err")]
+        command = [sys.executable, "-m", module, *map(str, args)]
+        common = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        common |= {"MINITF_COORDINATOR": f"127.0.0.1:{port}", "MINITF_NUM_PROCESSES": str(n), **env}
+        self.all = [
+            subprocess.Popen(
+                command,
+                env={**common, "MINITF_PROCESS_ID": str(i), **(of_each(i) if of_each else {})},
+                cwd=ROOT,
+                stdout=self._files[2 * i],
+                stderr=self._files[2 * i + 1],
+            )
+            for i in range(n)
+        ]
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for p in self.all:
+            p.kill()
+            p.wait()
+        for f in self._files:
+            f.close()
+
+    def wait(self, timeout: float | None = None) -> list[int]:
+        """Their exit statuses."""
+        return [p.wait(timeout) for p in self.all]
+
+    def _text(self, number: int) -> str:
+        self._files[number].seek(0)
+        return self._files[number].read()
+
+    def out(self, i: int) -> str:
+        return self._text(2 * i)
+
+    def err(self, i: int) -> str:
+        return self._text(2 * i + 1)
+
+    def wait_for_step(self, workdir: Path, step: int) -> None:
+        """Until metrics of a step at least so high are logged. Raises AssertionError where they end before."""
+        while not any(line["step"] >= step for line in json_lines(epath.Path(workdir) / "metrics.jsonl")):
+            assert all(p.poll() is None for p in self.all), self.err(0)
+            time.sleep(0.02)
+
+
+def arguments(cfg: Config, workdir: Path) -> list[str]:
+    """The command line of minitf.train for a config that was made here."""
+    file = Path(workdir).parent / "default_config.py"
+    file.write_text("from minitf import config\n\nget_config = config.default\n")
+    before = config.flat(Config())
+    changed = {name: v for name, v in config.flat(cfg).items() if v != before[name]}
+    flags = [f"--config.{name}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for name, v in changed.items()]
+    return ["--config", str(file), "--workdir", str(workdir), *flags]

@@ -82,7 +82,7 @@ def test_first_signal_is_a_request_and_the_second_acts_as_before(name, capfd):
         assert acted == [name, name]
     finally:
         signal.signal(number, before)
-    assert f"{name}: the run ends after the step at hand" in capfd.readouterr().err
+    assert f"{name}: the run saves and ends within two steps" in capfd.readouterr().err
 
 
 def test_signals_act_as_before_after_an_error():

@@ -495,7 +495,7 @@ def test_P47_a_failing_record_ends_the_run_with_its_error_and_the_last_good_step
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "training_rows", failing)
-        with pytest.raises(RuntimeError, match="this record cannot be read"):
+        with pytest.raises(train.BatchError, match=r"^the batch of step 8: RuntimeError: this record cannot be read"):
             launch(saving(corpus), tmp_path / "w")
     assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["7"]
     lines = json_lines(run.resolve(str(tmp_path / "w")) / "metrics.jsonl")
