@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -103,6 +104,8 @@ def all_or_none() -> Iterator[None]:
         error = e
     failing = first_failing(error is not None)
     if error is not None:
+        if not is_first():  # whose reason is told as the run's
+            print(f"process {jax.process_index()}: {reason(error)}", file=sys.stderr)
         raise error
     if failing is not None:
         raise RuntimeError(f"process {failing} could not read it")
@@ -130,13 +133,14 @@ class Checkpoints:
             )
         self.directory = directory
         self._saving: int | None = None  # the step whose write is under way
+        self._handlers = {
+            # Weights do not compress: a tenth of the bytes would cost seven times the processor time.
+            "state": ocp.PyTreeCheckpointHandler(use_compression=False),
+            "about": ocp.JsonCheckpointHandler(),
+        }
         self._manager = ocp.CheckpointManager(
             directory,
-            # Weights do not compress: a tenth of the bytes would cost seven times the processor time.
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(use_compression=False),
-                "about": ocp.JsonCheckpointHandler(),
-            },
+            item_handlers=self._handlers,
             options=ocp.CheckpointManagerOptions(
                 best_fn=loss_of,  # so that metrics are written at all
                 best_mode="min",
@@ -222,7 +226,11 @@ class Checkpoints:
 
     def about(self, step: int) -> dict[str, Any]:
         """The JSON object of a checkpoint."""
-        return self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+        return self._read("about", step, ocp.args.JsonRestore())
+
+    def _read(self, item: str, step: int, args: Any) -> Any:
+        # Not through the manager: there a process that can read its part waits for one that cannot.
+        return self._handlers[item].restore(self.directory / str(step) / item, args=args)
 
     def restore(self, step: int, target: Any, about: dict[str, Any]) -> Any:
         """The arrays that the target (jax.ShapeDtypeStruct with shardings) names: the whole state, or a part of it such as
@@ -232,7 +240,7 @@ class Checkpoints:
             item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
         with all_or_none():
-            tree = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
+            tree = self._read("state", step, args)
         for name, value in checksums(tree).items():
             if about["arrays"][name]["checksum"] != value:
                 raise ValueError(f"{name}: the checksum is {value}, not {about['arrays'][name]['checksum']}")

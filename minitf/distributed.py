@@ -9,6 +9,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 import signal
 import statistics
 import sys
@@ -103,25 +104,32 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def exit_process(status: int) -> NoReturn:
-    """Ends this process at once. A normal exit would first wait for the other processes, which wait for this one."""
+TRANSFER_FAILED = re.compile(r"Gloo|NCCL|UNAVAILABLE|Connection (reset|closed)")
+
+
+def end_alone(error: Exception, status: int, cfg: DistributedConfig) -> NoReturn:
+    """Ends this process, one of several, for an error that the others do not know of; the coordination service then ends them. A
+    normal exit would first wait for the others, which wait for this one."""
+    if TRANSFER_FAILED.search("".join(traceback.format_exception(error))):
+        # It was another process that died. Who ends first would be named for it.
+        print("waiting for the coordination service to name the process that died", file=sys.stderr, flush=True)
+        time.sleep(cfg.heartbeat_timeout + 5)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
-    """An error that nothing expects ends this process, one of several, with its traceback; the coordination service then ends
-    the others. Alone, it is raised."""
+def guarded(cfg: DistributedConfig) -> Iterator[None]:
+    """An error that nothing expects ends this process, one of several, with its traceback, and so all. Alone, it is raised."""
     try:
         yield
-    except Exception:
+    except Exception as e:
         if jax.process_count() == 1:
             raise
         print(f"error on process {jax.process_index()} of {jax.process_count()}:", file=sys.stderr)
         traceback.print_exc()
-        exit_process(1)
+        end_alone(e, 1, cfg)
 
 
 @functools.cache

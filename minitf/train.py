@@ -525,7 +525,7 @@ def main(argv: list[str] | None = None) -> int:
         distributed.start(cfg.distributed, args)
     except ValueError as e:
         config_lib.fail(str(e))
-    with distributed.guarded(), contextlib.ExitStack() as stack:
+    with distributed.guarded(cfg.distributed), contextlib.ExitStack() as stack:
         with distributed.together(config_lib.fail):
             job = prepare(cfg)
         with distributed.together(config_lib.fail):
@@ -570,7 +570,7 @@ def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None) -> int:
         status = MISTAKE if isinstance(e, DataError) else FAILED
         if jax.process_count() > 1:  # the others wait for this one
             print(f"error on process {jax.process_index()}: {text}", file=sys.stderr)
-            distributed.exit_process(status)
+            distributed.end_alone(e, status, job.cfg.distributed)
         print(f"error: {text}", file=sys.stderr)
         return status
 

@@ -1,0 +1,48 @@
+"""Prints, as one process of several, which rows of each batch its devices hold.
+
+python -m several_batches '[{"rows": ..., "tokens": ..., "batch_size": ..., "batches": ..., "mesh": {...}}, ...]'
+"""
+
+import argparse
+import itertools
+import json
+import sys
+
+import numpy as np
+
+from minitf import distributed, sharding
+from minitf.data import pipeline
+from minitf.data.store import Store
+
+
+def held(case):
+    """[[{row: its first id} of each batch of training], [{row: its weights' sum} of each batch of evaluation]]"""
+    store = Store("counted", np.arange(case["rows"] * 4 + 1, dtype=np.uint16)[: case["tokens"]], 65536)
+    cfg = pipeline.DataConfig()
+    layout = sharding.batch_sharding(sharding.make_mesh(sharding.MeshConfig(**case["mesh"])))
+
+    def rows(batches, value):
+        return [
+            {
+                (s.index[0].start or 0) + i: value(row)
+                for s in found.addressable_shards
+                for i, row in enumerate(np.asarray(s.data))
+            }
+            for found in batches
+        ]
+
+    n = case["batch_size"]
+    train = pipeline.batches(pipeline.training_rows(store, 4, cfg, 1), n, layout, cfg)
+    train = itertools.islice(train, case["batches"])
+    evaluation = pipeline.batches(pipeline.evaluation_rows(store, 4, cfg, n, None), n, layout, cfg)
+    return [
+        rows((b["inputs"] for b in train), lambda row: int(row[0])),
+        rows((b["weights"] for b in evaluation), lambda row: int(row.sum())),
+    ]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    distributed.add_arguments(parser)
+    distributed.start(distributed.DistributedConfig(), parser.parse_args([]))
+    print(json.dumps([held(case) for case in json.loads(sys.argv[1])]))
