@@ -65,10 +65,10 @@ def assert_equal_runs(a, b, tolerance=1e-5):
     ("n", "devices", "hosts", "meshes"),
     [
         (2, 2, 1, ("fsdp", "tp across")),
-        pytest.param(2, 4, 1, ("dp", "fsdp", "tp inside"), marks=pytest.mark.slow),
-        pytest.param(4, 2, 1, ("dp", "fsdp", "tp inside", "tp across"), marks=pytest.mark.slow),
-        # Processes with the same number count as one host.
-        pytest.param(4, 2, 2, ("dp", "tp across", "hybrid"), marks=pytest.mark.slow),
+        pytest.param(2, 4, 1, ("dp", "tp inside"), marks=pytest.mark.slow),
+        pytest.param(4, 2, 1, ("dp", "tp across"), marks=pytest.mark.slow),
+        # Two processes a host.
+        pytest.param(4, 2, 2, ("hybrid",), marks=pytest.mark.slow),
     ],
 )
 def test_several_processes_train_as_one(n, devices, hosts, meshes, corpus, alone, tmp_path):
@@ -83,9 +83,10 @@ def test_several_processes_train_as_one(n, devices, hosts, meshes, corpus, alone
     assert f"devices: {n * devices} x cpu in {n} processes" in told[0]
     assert told[0].count("step 10/10  loss") == len(meshes)
     for i in range(1, n):
-        mine = [line for line in told[i].splitlines() if not line.startswith("[Gloo]")]
-        assert mine[0].startswith(f"process {i} of {n}: by MINITF_COORDINATOR")
-        assert mine[1:] == [str([0] * len(meshes))]
+        assert f"process {i} of {n}: by MINITF_COORDINATOR" in told[i]
+        assert told[i].splitlines()[-1] == str([0] * len(meshes))
+        assert "parameters" not in told[i]
+        assert "loss" not in told[i]
     if "hybrid" in meshes:
         assert "mesh data=2, fsdp=4, tensor=1; across 2 hosts: data=2" in told[0]
 
@@ -137,7 +138,7 @@ def test_one_of_four_killed_ends_all_and_the_same_command_goes_on(corpus, tmp_pa
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(corpus, tmp_path):
-    cfg = configured(corpus, steps=40, checkpoint__last=True, mesh__fsdp=-1)
+    cfg = configured(corpus, steps=40, checkpoint__last=True)
     status, _ = launch(change(cfg, mesh__fsdp=1), tmp_path / "alone")
     assert status == 0
     for steps, n in ((10, 4), (20, 2), (30, 1), (40, 4)):
@@ -172,10 +173,8 @@ def test_what_one_process_cannot_read_no_process_restores(corpus, tmp_path):
     cfg = configured(corpus, checkpoint__every=5)
     with Processes(2, "minitf.train", *arguments(cfg, tmp_path / "w"), devices=2, logs=tmp_path) as processes:
         assert processes.wait() == [0, 0]
-    # The values of the second process's shards.
-    files = (tmp_path / "w/checkpoints/10/state/ocdbt.process_1/d").iterdir()
-    largest = max(files, key=lambda f: f.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 3])
+    for file in (tmp_path / "w/checkpoints/10/state/ocdbt.process_1/d").iterdir():  # the second process's shards
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 3])
     longer = arguments(change(cfg, steps=12), tmp_path / "w")
     with Processes(2, "minitf.train", *longer, devices=2, logs=tmp_path) as processes:
         assert processes.wait(120) == [0, 0]

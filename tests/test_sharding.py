@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,73 @@ def test_P55_a_mesh_that_does_not_fit_is_refused(cfg, words):
         mesh_shape(cfg, 8)
     for word in words:
         assert word in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "devices", "hosts", "inside", "across"),
+    [
+        (MeshConfig(), 8, 2, (1, 4, 1), (1, 2, 1)),
+        (MeshConfig(data=-1, fsdp=1), 8, 2, (4, 1, 1), (2, 1, 1)),
+        (MeshConfig(data=2), 8, 2, (1, 4, 1), (2, 1, 1)),  # copies across hosts, shards inside
+        (MeshConfig(data=2), 16, 4, (1, 4, 1), (2, 2, 1)),
+        (MeshConfig(data=3), 12, 2, (3, 2, 1), (1, 2, 1)),
+        (MeshConfig(tensor=4), 8, 2, (1, 1, 4), (1, 2, 1)),  # inside a host, although it is not named
+        (MeshConfig(tensor=8), 8, 2, (1, 1, 4), (1, 1, 2)),  # it does not fit into one
+        (MeshConfig(dcn_data=-1), 8, 2, (1, 4, 1), (2, 1, 1)),
+        (MeshConfig(dcn_data=-1), 8, 1, (1, 8, 1), (1, 1, 1)),  # the same settings on one host
+        (MeshConfig(dcn_data=2, dcn_fsdp=-1, tensor=2), 32, 4, (1, 4, 2), (2, 2, 1)),
+        (MeshConfig(dcn_tensor=2, tensor=2, fsdp=2), 8, 2, (1, 2, 2), (1, 1, 2)),
+    ],
+)
+def test_axes_have_factors_inside_hosts_and_across(cfg, devices, hosts, inside, across):
+    assert mesh_shape(cfg, devices, hosts) == (inside, across)
+    assert np.prod(inside) * hosts == devices
+    assert np.prod(across) == hosts
+
+
+@pytest.mark.parametrize(
+    ("cfg", "devices", "hosts", "words"),
+    [
+        (
+            MeshConfig(dcn_data=2),
+            8,
+            4,
+            "mesh.dcn_data=2, mesh.dcn_fsdp=1, mesh.dcn_tensor=1: the product is 2, .* 4 hosts",
+        ),
+        (MeshConfig(dcn_data=-1, dcn_fsdp=-1), 8, 4, "at most one axis may be -1 .the hosts that the others leave"),
+        (MeshConfig(dcn_data=-1, dcn_fsdp=3), 8, 4, "4 hosts are not divisible by 3"),
+        (MeshConfig(dcn_data=-1, tensor=8), 8, 2, "mesh.tensor=8: 4 devices on a host are not divisible by 8"),
+        (MeshConfig(), 9, 2, "9 devices on 2 hosts: each host must have as many"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_hosts_is_refused(cfg, devices, hosts, words):
+    with pytest.raises(ValueError, match=words):
+        mesh_shape(cfg, devices, hosts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What the layout asks of a device of several hosts."""
+
+    id: int
+    slice_index: int
+    process_index: int
+    device_kind: str = "cpu"
+    platform: str = "cpu"
+
+
+def test_hosts_lie_outermost_in_each_axis(monkeypatch):
+    # Numbered otherwise than by host, and two processes a host.
+    devices = [Device(i, slice_index=i % 2, process_index=i // 2) for i in range(16)]
+    monkeypatch.setattr(sharding, "Mesh", lambda grid, axes, axis_types: grid)
+    grid = sharding.make_mesh(MeshConfig(data=2, tensor=2), devices)
+    assert grid.shape == (2, 4, 2)
+    for host in (0, 1):
+        assert {d.slice_index for d in grid[host].flat} == {host}
+    grid = sharding.make_mesh(MeshConfig(dcn_fsdp=2, data=2, tensor=2), devices)
+    assert grid.shape == (2, 4, 2)
+    for host in (0, 1):
+        assert {d.slice_index for d in grid[:, 2 * host : 2 * host + 2].flat} == {host}
 
 
 @pytest.mark.parametrize(
