@@ -1,16 +1,18 @@
 """Trains several times, one run after the other, in the same processes: starting them anew would take most of the time.
 
-python -m several_runs '[[ARGUMENT, ...], ...]' [FAULT]    # each list is what minitf.train gets
+python -m several_runs '[[ARGUMENT, ...], ...]' [CHANGE]    # each list is what minitf.train gets
 
-Prints the statuses last. FAULT happens on process 1 alone: `record`, one that cannot be read, or `save`, an error nothing expects.
+Prints the statuses last. CHANGE is `record`, one that process 1 alone cannot read; `save`, an error that nothing expects, on
+process 1 alone; `hosts`: each process counts as a host, as on machines apart.
 """
 
+import functools
 import json
 import sys
 
 import jax
 
-from minitf import checkpoint, train
+from minitf import checkpoint, sharding, train
 from minitf.data import pipeline
 
 
@@ -37,11 +39,15 @@ def status(arguments):
 
 
 if __name__ == "__main__":
-    commands, *fault = sys.argv[1:]
-    if fault == ["record"]:
+    commands, *change = sys.argv[1:]
+    if change == ["record"]:
         pipeline.training_rows = unreadable
-    elif fault == ["save"]:
+    elif change == ["save"]:
         checkpoint.Checkpoints.save = unsaved
+    elif change == ["hosts"]:
+        sharding.hosts = lambda devices: len({d.process_index for d in devices})
+        grid = sharding.mesh_utils.create_hybrid_device_mesh
+        sharding.mesh_utils.create_hybrid_device_mesh = functools.partial(grid, process_is_granule=True)
     statuses = [status(arguments) for arguments in json.loads(commands)]
     print(statuses)
     sys.exit(max(statuses))
