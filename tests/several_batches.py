@@ -16,7 +16,8 @@ from minitf.data.store import Store
 
 
 def held(case):
-    """[[{row: its first id} of each batch of training], [{row: its weights' sum} of each batch of evaluation]]"""
+    """[[{row: its first id} of each batch of training], [{row: its weights' sum} of each batch of evaluation], the rows of a
+    batch that were read for training]"""
     store = Store("counted", np.arange(case["rows"] * 4 + 1, dtype=np.uint16)[: case["tokens"]], 65536)
     cfg = pipeline.DataConfig()
     layout = sharding.batch_sharding(sharding.make_mesh(sharding.MeshConfig(**case["mesh"])))
@@ -31,13 +32,19 @@ def held(case):
             for found in batches
         ]
 
-    n = case["batch_size"]
-    train = pipeline.batches(pipeline.training_rows(store, 4, cfg, 1), n, layout, cfg)
+    n, read = case["batch_size"], set()
+
+    def note(index, row):
+        read.add(index % n)
+        return row
+
+    train = pipeline.batches(pipeline.training_rows(store, 4, cfg, 1).map_with_index(note), n, layout, cfg)
     train = itertools.islice(train, case["batches"])
     evaluation = pipeline.batches(pipeline.evaluation_rows(store, 4, cfg, n, None), n, layout, cfg)
     return [
         rows((b["inputs"] for b in train), lambda row: int(row[0])),
         rows((b["weights"] for b in evaluation), lambda row: int(row.sum())),
+        sorted(read),
     ]
 
 

@@ -264,5 +264,7 @@ def test_P38_P48_every_row_of_a_batch_is_read_once_and_all_processes_see_as_many
                 assert {r: v for part in parts for r, v in part.items()} == batch
                 shared = case["mesh"].get("tensor", 1)  # processes of a tensor axis read the same rows
                 assert sum(len(part) for part in parts) == 8 * shared
+        # No process reads what its devices do not hold.
+        assert all(f[2] == sorted(int(r) for r in f[0][0]) for f in four)
         # Each token of the evaluation counts once.
         assert sum(sum(batch.values()) for batch in one[1]) == case["tokens"] - 1
