@@ -17,7 +17,7 @@ from minitf import config as config_lib
 from minitf import params as P
 from minitf.checkpoint import Checkpoints, DamagedError, check_fit
 from minitf.config import Config
-from minitf.distributed import start_ticks
+from minitf.distributed import say, start_ticks
 from minitf.metrics import is_local, json_lines, write_whole
 from minitf.model.transformer import model_params
 from minitf.sharding import MeshConfig, make_mesh, shardings
@@ -318,7 +318,7 @@ def load_params(workdir: epath.Path, target: Any, step: int | None = None) -> tu
             raise ValueError(f"{workdir}: no checkpoint of step {step}; there are those of {checkpoints.steps()}")
         restored = checkpoints.restore_newest({"params": target}, steps=None if step is None else [step])
     for warning in restored.warnings():
-        print(warning)
+        say(warning)
     return restored.tree["params"], restored.about
 
 
