@@ -291,11 +291,10 @@ class Checkpoints:
 
     def put_aside(self, steps: list[int]) -> None:
         """Renames damaged checkpoints to STEP.damaged, out of the way of the run that will write these steps again."""
-        for step in steps:
+        for step in steps if is_first() else []:
             names = (f"{step}.damaged{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
-            if is_first():
-                place = next(p for p in (self.directory / name for name in names) if not p.exists())
-                (self.directory / str(step)).rename(place)
+            place = next(p for p in (self.directory / name for name in names) if not p.exists())
+            (self.directory / str(step)).rename(place)
         Vote([0]).read()  # waits for it
         self._manager.reload()
 

@@ -103,11 +103,11 @@ def make_mesh(cfg: MeshConfig, devices: list | None = None) -> Mesh:
     """The mesh over all devices (or those given), tensor innermost, hosts outermost in each axis. Enter it with `jax.set_mesh`.
     Raises ValueError where the sizes do not fit."""
     devices = jax.devices() if devices is None else devices
-    inside, across = mesh_shape(cfg, len(devices), hosts(devices))
+    n = hosts(devices)
+    inside, across = mesh_shape(cfg, len(devices), n)
     types = (AxisType.Auto,) * len(AXES)
-    if hosts(devices) == 1:
-        shape = tuple(a * b for a, b in zip(inside, across, strict=True))
-        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    if n == 1:
+        return jax.make_mesh(inside, AXES, axis_types=types, devices=devices)
     grid = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=types)
 

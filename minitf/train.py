@@ -370,9 +370,8 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
         read_ahead(first + 2)
         with events.timed("compile"):
             began = time.perf_counter()
-            step_fn = functions.step.lower(
-                state, ahead[0]
-            ).compile()  # once: a batch of another shape would be an error
+            # Once: a batch of another shape would be an error.
+            step_fn = functions.step.lower(state, ahead[0]).compile()
             compile_time: float | None = time.perf_counter() - began
         writer.say(f"compiled in {compile_time:.1f} s")
 
@@ -530,20 +529,20 @@ def main(argv: list[str] | None = None) -> int:
             job = prepare(cfg)
         with distributed.together(config_lib.fail):
             distributed.same_everywhere("settings or data", config_lib.to_json(job.cfg) + job.corpus.sha256)
-        say = distributed.say
-        say(describe(job))
-        lock, changed = None, []
+        distributed.say(describe(job))
+        lock = None
         with distributed.together(config_lib.fail):
             if cfg.init_from is not None:
                 run.check_params(run.resolve(cfg.init_from, "init_from"), job.specs)
             if distributed.is_first():
                 lock = stack.enter_context(run.locked(workdir))
                 found, changed = run.begin(workdir, job.cfg, args.overwrite)
-                say(f"work directory {workdir}; watch it with: tensorboard --logdir {workdir}")
+                print(f"work directory {workdir}; watch it with: tensorboard --logdir {workdir}")
                 for line in changed:
-                    say(f"changed: {line}")
+                    print(f"changed: {line}")
                 if found and not run.has_checkpoint(workdir):
-                    say("the run there has no checkpoint yet: it starts anew")
+                    print("the run there has no checkpoint yet: it starts anew")
+                sys.stdout.flush()
         return guarded_train(job, workdir, lock)
 
 

@@ -146,6 +146,11 @@ def series(lines: list[dict[str, Any]], tag: str) -> dict[int, Any]:
     return {line["step"]: line[tag] for line in lines if tag in line}
 
 
+def steps_of(workdir: Path) -> list[int]:
+    """The steps whose loss a run has logged so far."""
+    return list(series(json_lines(epath.Path(workdir) / "metrics.jsonl"), "train/loss"))
+
+
 def launch(cfg: Config, workdir: Path, *, devices: int | None = 1, **options: Any) -> tuple[int, list[dict[str, Any]]]:
     """Trains as main does after parsing, on the first devices (None: all); (status, objects of metrics.jsonl)."""
     config.validate(cfg)

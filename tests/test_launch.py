@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from common import ROOT, arguments, series, text_config
-from etils import epath
+from common import ROOT, arguments, steps_of, text_config
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from minitf import cluster
 from minitf.cluster import Machine
-from minitf.metrics import json_lines
 
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
@@ -163,10 +161,6 @@ def environment(tmp_path):
 
 def config_of(corpus, **changes):
     return text_config(corpus, steps=6, batch_size=8, mesh__fsdp=-1, eval_every=None, checkpoint__every=2, **changes)
-
-
-def steps_of(workdir):
-    return list(series(json_lines(epath.Path(workdir) / "metrics.jsonl"), "train/loss"))
 
 
 @pytest.mark.slow

@@ -5,11 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from common import Processes, arguments, change, launch, series, text_config
-from etils import epath
+from common import Processes, arguments, change, launch, steps_of, text_config
 
 from minitf import run
-from minitf.metrics import json_lines
 from tools import compare_runs
 
 pytestmark = pytest.mark.usefixtures("rate_known")
@@ -91,10 +89,6 @@ def test_several_processes_train_as_one(n, devices, meshes, corpus, alone, tmp_p
 
 
 # ---- stopped, killed, resumed
-
-
-def steps_of(workdir):
-    return list(series(json_lines(epath.Path(workdir) / "metrics.jsonl"), "train/loss"))
 
 
 def saved(workdir):
