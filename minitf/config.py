@@ -18,8 +18,9 @@ import ml_collections
 from ml_collections import config_dict
 
 from minitf.checkpoint import CheckpointConfig
-from minitf.data.pipeline import DATASETS, DataConfig
-from minitf.data.tokenizer import TOKENIZERS
+from minitf.data.mixture import shares
+from minitf.data.pipeline import DATASETS, PACKINGS, DataConfig
+from minitf.data.tokenizer import check_name
 from minitf.distributed import DistributedConfig, WatchdogConfig
 from minitf.model.attention import ATTENTION, IMPLEMENTATIONS, sizes
 from minitf.model.loss import LossConfig
@@ -99,9 +100,10 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
     if kind is str and value == "":  # as a path it would be the current directory
         raise ValueError(f"{name}='': is empty, must be {type_name(annotation)}")
     if typing.get_origin(kind) is tuple:
-        item = typing.get_args(kind)[0]
-        if isinstance(value, (tuple, list)):
-            return tuple(checked(name, v, item) for v in value)
+        items = typing.get_args(kind)
+        if isinstance(value, (tuple, list)) and (items[-1] is ... or len(items) == len(value)):
+            items = [items[0]] * len(value) if items[-1] is ... else items
+            return tuple(checked(name, v, item) for v, item in zip(value, items, strict=True))
     elif kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     elif type(value) is kind:
@@ -169,8 +171,15 @@ def parse_value(name: str, text: str, annotation: Any) -> Any:
         return None
     try:
         if typing.get_origin(kind) is tuple:
-            items = [t.strip() for t in text.strip("()[] ").split(",")]
-            return tuple(parse_value(name, t.strip("'\""), typing.get_args(kind)[0]) for t in items if t)
+            item, *rest = typing.get_args(kind)
+            if rest == [...]:
+                words = [t.strip() for t in text.strip("()[] ").split(",")]
+                return tuple(parse_value(name, t.strip("'\""), item) for t in words if t)
+            # A pair: PATH:WEIGHT.
+            first, colon, last = text.rpartition(":")
+            if not colon:
+                raise ValueError
+            return parse_value(name, first, item), parse_value(name, last, *rest)
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
         return kind(text)
@@ -354,7 +363,8 @@ def validate(cfg: Config) -> None:
     pick("optimizer.kind", OPTIMIZERS, o.kind)
     pick("optimizer.schedule", SCHEDULES, o.schedule)
     pick("data.kind", DATASETS, d.kind)
-    pick("data.tokenizer", TOKENIZERS, d.tokenizer)
+    pick("data.packing", PACKINGS, d.packing)
+    check_name(d.tokenizer)
     pick("model.attention.implementation", {"auto": None, **IMPLEMENTATIONS}, a.implementation)
     pick("model.attention.bias", dict.fromkeys(("none", "qkv", "qkvo")), a.bias)
     pick("model.dtype", dict.fromkeys(("float32", "bfloat16", "float16")), m.dtype)
@@ -365,6 +375,7 @@ def validate(cfg: Config) -> None:
     check_unread("optimizer", o, OPTIMIZERS, [o.kind])
     check_unread("optimizer", o, SCHEDULES, [o.schedule])
     check_unread("data", d, DATASETS, [d.kind])
+    check_unread("data", d, PACKINGS, [d.packing])
 
     H, G, K = sizes(a, m.dim)
     if a.head_dim is None and m.dim % H:
@@ -401,7 +412,15 @@ def validate(cfg: Config) -> None:
     for name in ("b1", "b2", "momentum", "muon_momentum"):
         value = getattr(o, name)
         require(f"optimizer.{name}", value, value is None or 0 <= value < 1, "at least 0 and below 1")
+    require("data.workers", d.workers, d.workers >= 0, "at least 0")
     require("optimizer.warmup_steps", o.warmup_steps, o.warmup_steps >= 0, "at least 0")
+    if d.mixture is not None:
+        require("data.mixture", d.mixture, len(d.mixture) > 0, "at least one (path, weight), or None")
+        for _, weight in d.mixture:
+            require("data.mixture", d.mixture, 0 < weight < math.inf, "of weights above 0")
+        shares(tuple(weight for _, weight in d.mixture))
+        if cfg.epochs is not None:
+            raise ValueError(f"epochs={cfg.epochs}: each store of data.mixture has its own epochs; set steps or tokens")
     require("data.val_fraction", d.val_fraction, 0 < d.val_fraction < 1, "above 0 and below 1")
     if cfg.max_run_time is not None:
         require("max_run_time", cfg.max_run_time, seconds("max_run_time", cfg.max_run_time) > 0, "above 0")

@@ -17,13 +17,21 @@ from minitf import config as config_lib
 from minitf import params as P
 from minitf.checkpoint import Checkpoints, DamagedError, check_fit
 from minitf.config import Config
+from minitf.data import tokenizer
 from minitf.distributed import say, start_ticks
 from minitf.metrics import is_local, json_lines, write_whole
 from minitf.model.transformer import model_params
 from minitf.sharding import MeshConfig, make_mesh, shardings
 
 LOCK = "lock.json"
-OURS = ("config.json", "metrics.jsonl", "events.jsonl", "checkpoints")  # and TensorBoard's event files
+OURS = (
+    "config.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    "checkpoints",
+    tokenizer.FILE,
+    tokenizer.CONFIG,
+)  # and TensorBoard's event files
 
 
 def resolve(workdir: str, setting: str = "--workdir") -> epath.Path:
@@ -219,9 +227,17 @@ def stored_config(workdir: epath.Path) -> tuple[Config, list[str]] | None:
 
 # A run is its model, data, batches, seed and kind of optimizer; with others it would be another run. The rest may change.
 FIXED = ("batch_size", "seq_len", "seed", "model", "data", "optimizer.kind", "optimizer.moment_dtype")
-FREE = (  # of these, what changes how a step is computed or where the same data lie (their checksum is compared)
+FREE = (  # of these, what changes how a step is computed or where the same data lie (their checksums are compared)
     *("model.remat", "model.unroll", "model.dtype", "model.dropout", "model.attention.implementation"),
-    *("model.attention.dropout", "data.threads", "data.prefetch", "data.path", "data.val_path"),
+    *(
+        "model.attention.dropout",
+        "data.threads",
+        "data.prefetch",
+        "data.workers",
+        "data.path",
+        "data.val_path",
+        "data.mixture",
+    ),
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from minitf import params as P
@@ -30,8 +31,8 @@ def dropout_keys(cfg: Config, step: jax.Array, rows: jax.Array) -> jax.Array | N
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), rows)
 
 
-def batch_sums(params: Any, batch: Batch, cfg: Config, keys: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Weighted sums of losses over a batch."""
+def row_sums(params: Any, batch: Batch, cfg: Config, keys: jax.Array | None = None) -> dict[str, jax.Array]:
+    """Weighted sums of losses over each row of a batch, [B]."""
     positions, segments = batch.get("positions"), batch.get("segments")
     x = hidden(params, batch["inputs"], cfg.model, positions=positions, segments=segments, dropout_keys=keys)
     return loss_sums(params, x, batch["targets"], batch["weights"], cfg.model, cfg.loss.chunk)
@@ -54,8 +55,8 @@ def gradients(params: Any, batch: Batch, step: jax.Array, cfg: Config) -> tuple[
     weight = jnp.sum(batch["weights"])
 
     def loss_fn(params: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        sums = batch_sums(params, micro, cfg, dropout_keys(cfg, step, micro["rows"]))
-        losses = {name: mean(total, weight) for name, total in sums.items()}
+        sums = row_sums(params, micro, cfg, dropout_keys(cfg, step, micro["rows"]))
+        losses = {name: mean(jnp.sum(total), weight) for name, total in sums.items()}
         if cfg.loss.z_loss is None:
             del losses["z_loss"]
         return losses["loss"] + (cfg.loss.z_loss or 0.0) * losses.get("z_loss", 0.0), losses
@@ -113,23 +114,44 @@ def train_step(
 
 
 def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg: Config) -> dict[str, jax.Array]:
-    """Sums over a batch: nats, tokens, and bytes of the tokens' text where the tokenizer is known."""
-    sums = {"nats": batch_sums(params, batch, cfg)["loss"], "tokens": jnp.sum(batch["weights"])}
+    """Sums over each row of a batch, [B]: nats, tokens, and bytes of the tokens' text where the tokenizer is known."""
+    sums = {"nats": row_sums(params, batch, cfg)["loss"], "tokens": jnp.sum(batch["weights"], axis=-1)}
     if byte_lengths is not None:
-        sums["bytes"] = jnp.sum(byte_lengths[batch["targets"]] * batch["weights"])
+        sums["bytes"] = jnp.sum(byte_lengths[batch["targets"]] * batch["weights"], axis=-1)
     return sums
 
 
-def evaluate(
+def totals(
     step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, batches: Iterator[Batch]
+) -> dict[str, np.ndarray]:
+    """What `eval_step` gives for each row of all batches that holds tokens, float64 on the host."""
+    found = [jax.device_get(step_fn(params, batch)) for batch in batches]
+    rows = {name: np.concatenate([f[name] for f in found]).astype(np.float64) for name in found[0]}
+    return {name: values[rows["tokens"] > 0] for name, values in rows.items()}
+
+
+def scores(rows: dict[str, np.ndarray], text_bytes: int | None = None) -> dict[str, float]:
+    """Of the rows that `totals` gives: loss (nats a token), each token counted once; its standard error, rows being drawn at
+    random; perplexity; bits per byte, of `text_bytes` where they are known apart from the tokens."""
+    nats, tokens, n = rows["nats"], rows["tokens"], len(rows["tokens"])
+    loss = nats.sum() / max(tokens.sum(), 1)
+    values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    if n > 1:
+        # Of a ratio of two sums (Cochran, Sampling Techniques, 1977, 2.11): rows may hold different numbers of tokens.
+        values["standard_error"] = math.sqrt(n / (n - 1) * np.sum((nats - loss * tokens) ** 2)) / tokens.sum()
+    text_bytes = rows["bytes"].sum() if text_bytes is None and "bytes" in rows else text_bytes
+    if text_bytes:
+        values["bits_per_byte"] = nats.sum() / math.log(2) / text_bytes
+    return {name: float(value) for name, value in values.items()}
+
+
+def evaluate(
+    step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, datasets: dict[str, Iterator[Batch]]
 ) -> dict[str, float]:
-    """Loss, perplexity and bits per byte over all tokens of the batches, each counted once. Sums are float64 on the host."""
-    totals: dict[str, float] = {}
-    for batch in batches:
-        for name, value in step_fn(params, batch).items():
-            totals[name] = totals.get(name, 0.0) + float(value)
-    loss = totals["nats"] / max(totals["tokens"], 1)
-    values = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
-    if totals.get("bytes"):
-        values["eval/bits_per_byte"] = totals["nats"] / math.log(2) / totals["bytes"]
+    """`scores` over the batches of all datasets together, as eval/NAME; of several, each one's as eval/DATASET/NAME, too."""
+    each = {name: totals(step_fn, params, batches) for name, batches in datasets.items()}
+    every = {key: np.concatenate([rows[key] for rows in each.values()]) for key in next(iter(each.values()))}
+    values = {f"eval/{key}": value for key, value in scores(every).items()}
+    if len(each) > 1:
+        values |= {f"eval/{name}/{key}": v for name, rows in each.items() for key, v in scores(rows).items()}
     return values

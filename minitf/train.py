@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import hashlib
 import math
 import os
 import subprocess
@@ -28,7 +29,9 @@ from minitf import params as P
 from minitf.checkpoint import Checkpoints, DamagedError, SaveError, versions
 from minitf.config import Config
 from minitf.data import pipeline
-from minitf.data.store import DataError, Rows
+from minitf.data.mixture import Phase, with_weights
+from minitf.data.store import DataError
+from minitf.data.tokenizer import Tokenizer, save_tokenizer
 from minitf.distributed import StopRequest, Vote, Watchdog, process_age, stop_on_signals
 from minitf.metrics import Events, MetricWriter, NoWriter, StepClock, peak_flops
 from minitf.model import attention
@@ -48,10 +51,20 @@ class Job(NamedTuple):
 
     cfg: Config  # resolved
     steps: int
-    rows: int  # of the training split
-    corpus: pipeline.Corpus
+    rows: int  # of the training splits
+    corpora: tuple[pipeline.Corpus, ...]  # one, or those of data.mixture
     mesh: jax.sharding.Mesh
     specs: Any
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.corpora[0].tokenizer
+
+    @property
+    def sha256(self) -> str:
+        """Of the data."""
+        digests = [c.sha256 for c in self.corpora]
+        return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
@@ -76,7 +89,7 @@ def implementation(cfg: Config, mesh: jax.sharding.Mesh) -> str:
         dtype=cfg.model.dtype,
         softcap=a.softcap is not None,
         dropout=bool(cfg.model.dropout if a.dropout is None else a.dropout),
-        segments=cfg.data.isolate_documents,
+        segments=pipeline.has_segments(cfg.data),
         devices=mesh.size,
     )
 
@@ -85,16 +98,17 @@ def prepare(cfg: Config, devices: list | None = None) -> Job:
     """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for all that a
     user can mend."""
     try:
-        corpus = pipeline.load(cfg.data, cfg.model.vocab_size)
+        corpora = pipeline.load_all(cfg.data, cfg.model.vocab_size)
     except (OSError, RuntimeError) as e:  # a file that cannot be read, a home that does not exist
         raise ValueError(f"data.path={cfg.data.path}: {e}") from None
-    vocab_size = cfg.model.vocab_size or corpus.train.vocab_size
+    vocab_size = cfg.model.vocab_size or corpora[0].train.vocab_size
     model = dataclasses.replace(cfg.model, vocab_size=vocab_size, max_seq_len=cfg.model.max_seq_len or cfg.seq_len)
     cfg = dataclasses.replace(cfg, model=model)
-    rows = len(Rows(corpus.train, cfg.seq_len, isolate=cfg.data.isolate_documents))
+    rows = sum(len(pipeline.rows_of(c.train, cfg.seq_len, cfg.data)) for c in corpora)
     if cfg.eval_every is not None:
         try:
-            Rows(corpus.val, cfg.seq_len, isolate=cfg.data.isolate_documents, tail=True)
+            for corpus in corpora:
+                pipeline.rows_of(corpus.val, cfg.seq_len, cfg.data, tail=True)
         except ValueError as e:
             raise ValueError(f"{e}; name one by data.val_path, or set eval_every=None") from None
     steps = config_lib.total_steps(cfg, rows)
@@ -102,12 +116,12 @@ def prepare(cfg: Config, devices: list | None = None) -> Job:
     mesh = sharding.make_mesh(cfg.mesh, devices)
     specs = model_params(model)
     check_mesh(cfg, mesh, specs)
-    return Job(cfg, steps, rows, corpus, mesh, specs)
+    return Job(cfg, steps, rows, corpora, mesh, specs)
 
 
 def describe(job: Job) -> str:
     """What a run says before it compiles."""
-    cfg, corpus, mesh = job.cfg, job.corpus, job.mesh
+    cfg, corpora, mesh = job.cfg, job.corpora, job.mesh
     count = P.count(job.specs)
     chosen = implementation(cfg, mesh)
     kind, processes = mesh.devices.flat[0].device_kind, jax.process_count()
@@ -115,8 +129,13 @@ def describe(job: Job) -> str:
     lines = [
         f"minitf {minitf.__version__}, JAX {jax.__version__}, devices: {mesh.size} x {kind}{several}, mesh "
         f"{sharding.describe_mesh(cfg.mesh, mesh)}",
-        f"data {cfg.data.kind}: {corpus.size:,} bytes, sha256 {corpus.sha256[:16]}, {len(corpus.train):,} training and "
-        f"{len(corpus.val):,} validation tokens, {job.rows:,} rows of {cfg.seq_len}",
+        f"data {cfg.data.kind}: {sum(c.size for c in corpora):,} bytes, sha256 {job.sha256[:16]}, "
+        f"{sum(len(c.train) for c in corpora):,} training and {sum(len(c.val) for c in corpora):,} validation tokens, "
+        f"{job.rows:,} rows of {cfg.seq_len}",
+        *(
+            f"  {weight:g} of {corpus.name}: {len(corpus.train):,} training tokens"
+            for corpus, (_, weight) in zip(corpora, cfg.data.mixture or (), strict=False)
+        ),
         f"attention {', '.join(pattern(cfg.model))}: {chosen} (model.attention.implementation={cfg.model.attention.implementation})",
         sharding.table(job.specs, mesh),
         f"parameters: {count['total']:,} ({count['embedding']:,} embedding, {count['non_embedding']:,} non-embedding)",
@@ -141,13 +160,13 @@ class Program(NamedTuple):
 
 
 def program(job: Job) -> Program:
-    cfg, tokenizer = job.cfg, job.corpus.tokenizer
+    cfg, tokenizer = job.cfg, job.tokenizer
     schedule = make_schedule(cfg.optimizer, job.steps)
     tx = make_optimizer(cfg.optimizer, job.specs, schedule)
     layout = state_shardings(job.specs, tx, job.mesh)
-    lengths = None
-    if tokenizer is not None:
-        lengths = jnp.pad(tokenizer.byte_lengths, (0, cfg.model.vocab_size - tokenizer.vocab_size))
+    lengths = None if tokenizer is None else tokenizer.byte_lengths
+    if lengths is not None:
+        lengths = jnp.pad(lengths, (0, cfg.model.vocab_size - tokenizer.vocab_size))
     state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(job.specs, tx), layout
     )
@@ -168,25 +187,35 @@ def program(job: Job) -> Program:
 
 
 @contextlib.contextmanager
-def surroundings(job: Job) -> Iterator[None]:
-    """The mesh, and products in float32 where the config asks for float32: TPUs and GPUs would use fewer bits."""
-    with (
-        jax.set_mesh(job.mesh),
-        jax.default_matmul_precision("highest" if job.cfg.model.dtype == "float32" else "default"),
-    ):
+def surroundings(mesh: jax.sharding.Mesh, dtype: str) -> Iterator[None]:
+    """The mesh, and products in float32 where model.dtype asks for float32: TPUs and GPUs would use fewer bits."""
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         yield
 
 
-def training_batches(job: Job, start: int = 0) -> Iterator[Batch]:
-    """The global batches from number `start` on."""
+def training_batches(job: Job, start: int = 0, mixed: list[Phase] | None = None) -> Iterator[Batch]:
+    """The global batches from number `start` on. `mixed`: see `phases`; None: as for a new run."""
     cfg = job.cfg
-    rows = pipeline.training_rows(job.corpus.train, cfg.seq_len, cfg.data, cfg.seed)
+    stores = [c.train for c in job.corpora]
+    rows = pipeline.mixed_rows(stores, phases(job) if mixed is None else mixed, cfg.seq_len, cfg.data, cfg.seed)
     return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data, start)
 
 
-def evaluation_batches(job: Job) -> Iterator[Batch]:
+def phases(job: Job, saved: dict[str, Any] | None = None) -> list[Phase]:
+    """How a mixture's rows are counted: the phases of the checkpoint that the run goes on from, and one more from its step on
+    where the weights are others now; [] where there is no mixture."""
+    mixture = job.cfg.data.mixture
+    if mixture is None:
+        return []
+    before = [] if saved is None else saved["data"]["mixture"]
+    known = [Phase(row, tuple(weights), tuple(taken)) for row, weights, taken in before]
+    row = 0 if saved is None else saved["step"] * job.cfg.batch_size
+    return with_weights(known, tuple(weight for _, weight in mixture), row)
+
+
+def evaluation_batches(job: Job, corpus: pipeline.Corpus) -> Iterator[Batch]:
     cfg = job.cfg
-    rows = pipeline.evaluation_rows(job.corpus.val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
+    rows = pipeline.evaluation_rows(corpus.val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
     return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data)
 
 
@@ -223,15 +252,15 @@ def position(job: Job, step: int) -> dict[str, Any]:
         "seed": cfg.seed if cfg.data.seed is None else cfg.data.seed,
         "batch_size": cfg.batch_size,
         "seq_len": cfg.seq_len,
-        "sha256": job.corpus.sha256,
+        "sha256": job.sha256,
     }
 
 
-def about(job: Job, step: int, loss: float | None = None) -> dict[str, Any]:
+def about(job: Job, step: int, mixed: list[Phase], loss: float | None = None) -> dict[str, Any]:
     """What a checkpoint says beside its arrays. `loss`: of an evaluation of this very state; None: there was none."""
     return {
         "evaluation": loss,
-        "data": position(job, step),
+        "data": position(job, step) | {"mixture": mixed},
         "config": dataclasses.asdict(job.cfg),
         "mesh": dict(job.mesh.shape),
         "processes": jax.process_count(),
@@ -286,7 +315,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
     limit = None if cfg.max_run_time is None else config_lib.seconds("max_run_time", cfg.max_run_time)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(surroundings(job))
+        stack.enter_context(surroundings(job.mesh, job.cfg.model.dtype))
         stop = stack.enter_context(stop_on_signals(limit))
         events = stack.enter_context(contextlib.closing(Events(workdir / "events.jsonl" if first_process else None)))
         events.add("start", pid=os.getpid(), process_age=process_age(), steps=job.steps, commit=commit())
@@ -303,6 +332,8 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
             distributed.say(f"step {first} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
             events.add("stop", step=first, reason="already done")
             return 0
+        if first_process and job.tokenizer is not None:
+            save_tokenizer(job.tokenizer, workdir)
         start = None if restored is None else first
         writer = MetricWriter(workdir, job.steps, start=start) if first_process else NoWriter()
         stack.callback(writer.close)
@@ -312,12 +343,15 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
         else:
             writer.say(f"resuming after step {first} of {job.steps}")
 
+        mixed = phases(job, restored)
         best = math.inf if cfg.checkpoint.keep_best is None else checkpoints.lowest_loss()
         saved_at = time.monotonic()
 
         def evaluate_now(step: int) -> float:
             with events.timed("evaluation", step=step):
-                scores = evaluate(functions.evaluate, state.params, evaluation_batches(job))
+                scores = evaluate(
+                    functions.evaluate, state.params, {c.name: evaluation_batches(job, c) for c in job.corpora}
+                )
             writer.write(step, scores)
             return scores["eval/loss"]
 
@@ -336,7 +370,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
             writer.flush()
             events.flush()
             with events.timed("save", step=step) as event:
-                described = checkpoints.save(step, state, about(job, step, loss), loss)
+                described = checkpoints.save(step, state, about(job, step, mixed, loss), loss)
                 event["parameters"] = checksum.combined(described["arrays"], "params/")
                 event["bytes"] = sum(a.nbytes for a in jax.tree.leaves(state))
             saved_at = time.monotonic()
@@ -349,7 +383,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
             events.add("stop", step=0, reason="done")
             return 0
 
-        batches = training_batches(job, first)
+        batches = training_batches(job, first, mixed)
         ahead: deque[Batch] = deque()  # of the next two steps: so that all processes know of a failure before its step
         failure: Exception | None = None
 
@@ -528,7 +562,7 @@ def main(argv: list[str] | None = None) -> int:
         with distributed.together(config_lib.fail):
             job = prepare(cfg)
         with distributed.together(config_lib.fail):
-            distributed.same_everywhere("settings or data", config_lib.to_json(job.cfg) + job.corpus.sha256)
+            distributed.same_everywhere("settings or data", config_lib.to_json(job.cfg) + job.sha256)
         distributed.say(describe(job))
         lock = None
         with distributed.together(config_lib.fail):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import socket
 import subprocess
@@ -246,3 +247,23 @@ def arguments(cfg: Config, workdir: Path) -> list[str]:
     changed = {name: v for name, v in config.flat(cfg).items() if v != before[name]}
     flags = [f"--config.{name}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for name, v in changed.items()]
     return ["--config", str(file), "--workdir", str(workdir), *flags]
+
+
+# ---- token stores
+
+
+def make_store(directory: Path, texts: list[str], *options: Any, tokenizer: str = "bytes") -> Path:
+    """A store of these documents, by the tool."""
+    from tools import prepare_data
+
+    source = Path(directory).with_suffix(".jsonl")
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arguments = ["--input", source, "--output", directory, "--tokenizer", tokenizer, "--workers", 1, *options]
+    assert prepare_data.main(list(map(str, arguments))) == 0
+    return Path(directory)
+
+
+def some_texts(n: int, seed: int = 0, longest: int = 60) -> list[str]:
+    """Documents of different lengths over four letters."""
+    rng = np.random.default_rng(seed)
+    return ["".join(rng.choice(list("abcd"), rng.integers(1, longest))) for _ in range(n)]

@@ -42,6 +42,10 @@ SAMPLES = {  # type -> texts of the command line and what they mean
     float: [("0.25", 0.25), ("1", 1.0), ("3e-4", 3e-4)],
     bool: [("true", True), ("False", False), ("1", True), ("no", False)],
     str: [("xyz", "xyz"), ("a/b c=d", "a/b c=d")],
+    tuple[tuple[str, float], ...]: [
+        ("a:0.7,b/c:2", (("a", 0.7), ("b/c", 2.0))),
+        ("gs://a:1", (("gs://a", 1.0),)),
+    ],
     tuple[str, ...]: [("a", ("a",)), ("a,b", ("a", "b")), ("('a', 'b')", ("a", "b")), ("[a, b]", ("a", "b"))],
 }
 named = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)

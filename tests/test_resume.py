@@ -454,8 +454,8 @@ def poisoned(at):
     """training_batches whose batch of this step makes the loss NaN."""
     real = train.training_batches
 
-    def batches(job, start=0):
-        for step, batch in enumerate(real(job, start), start + 1):
+    def batches(job, start=0, mixed=None):
+        for step, batch in enumerate(real(job, start, mixed), start + 1):
             yield batch | {"weights": batch["weights"] * np.float32("nan")} if step == at else batch
 
     return batches

@@ -63,7 +63,7 @@ class Bench:
 def compile_step(functions: Program, job: Job, batch: Batch) -> tuple[jax.stages.Compiled, float]:
     """The step that training runs, compiled before any state exists, and the seconds that it took."""
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), batch)
-    with surroundings(job):
+    with surroundings(job.mesh, job.cfg.model.dtype):
         began = time.perf_counter()
         compiled = functions.step.lower(functions.state, batch).compile()
         return compiled, time.perf_counter() - began
@@ -73,7 +73,7 @@ def start(job: Job) -> Bench:
     functions, batches = program(job), training_batches(job)
     first = next(batches)
     step, seconds = compile_step(functions, job, first)
-    with surroundings(job):
+    with surroundings(job.mesh, job.cfg.model.dtype):
         state = functions.init(jax.random.key(job.cfg.seed))
     return Bench(job, step, seconds, itertools.chain([first], batches), state)
 
@@ -275,19 +275,23 @@ def saving(bench: Bench, directory: epath.Path, steps: int, rounds: int) -> dict
     """How long a save holds the loop up, with `steps` steps from one to the next; how much slower these are while it is
     written behind them; and the rate of writing, with nothing beside it, against a plain copy. The first round only warms up."""
     directory.mkdir(parents=True)
+    job = bench.job
     rows: dict[str, list[float]] = {name: [] for name in ("alone", "blocked", "behind", "written", "copied")}
     number = itertools.count(1)
     try:
-        with surroundings(bench.job), Checkpoints(directory / "checkpoints", CheckpointConfig(keep=1)) as checkpoints:
+        with (
+            surroundings(job.mesh, job.cfg.model.dtype),
+            Checkpoints(directory / "checkpoints", CheckpointConfig(keep=1)) as checkpoints,
+        ):
             for _ in range(rounds + 1):
                 alone = statistics.median(run(bench, steps)["times"])
                 began = time.perf_counter()
-                checkpoints.save(next(number), bench.state, about(bench.job, int(bench.state.step)))
+                checkpoints.save(next(number), bench.state, about(job, int(bench.state.step), []))
                 blocked = time.perf_counter() - began
                 behind = statistics.median(run(bench, steps)["times"])
                 checkpoints.wait()
                 began = time.perf_counter()
-                checkpoints.save(next(number), bench.state, about(bench.job, int(bench.state.step)))
+                checkpoints.save(next(number), bench.state, about(job, int(bench.state.step), []))
                 checkpoints.wait()
                 written = time.perf_counter() - began
                 copied = plain_copy(bench.state, directory / "copy")

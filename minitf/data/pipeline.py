@@ -4,6 +4,7 @@ import dataclasses
 import glob
 import hashlib
 import itertools
+import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -13,26 +14,37 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
+from absl import flags
 
-from minitf.data.store import Rows, Store, concatenated, open_tokens
-from minitf.data.tokenizer import TOKENIZERS, Tokenizer, id_dtype
+from minitf.data.mixture import Mixture, Phase
+from minitf.data.packing import PackedRows, best_fit, documents, one_a_row, open_plan
+from minitf.data.store import SPLITS, Rows, Store, concatenated, open_split, open_tokens, read_manifest
+from minitf.data.tokenizer import FILE, Tokenizer, id_dtype, load_tokenizer, make_tokenizer
 from minitf.tables import pick
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     kind: str = "stdlib"  # see DATASETS
-    path: str | None = None  # of text: a file, a directory or a glob; of tokens: a file, or a directory of both splits
+    path: str | None = (
+        None  # of text: a file, a directory or a glob; of tokens: a file, or a directory of both splits; of store:
+    )
+    # the directory that tools.prepare_data wrote
+    mixture: tuple[tuple[str, float], ...] | None = (
+        None  # stores and their weights, in place of path; may change in a run
+    )
     val_path: str | None = None  # of the validation split; None: part of path
     val_fraction: float = 0.1  # for validation: the end of one file, or a share of many, by a hash of their names
-    tokenizer: str = "bytes"  # see tokenizer.TOKENIZERS
+    tokenizer: str = "bytes"  # one of tokenizer.TOKENIZERS, or the path of a tokenizer.json
     token_dtype: str = "uint16"  # of raw token files
     eos_id: int | None = None  # the id that ends a document in token files; None: not known
     shuffle: bool = True  # rows, anew in each epoch
+    packing: str = "concat"  # how documents become rows, see PACKINGS
     isolate_documents: bool = False  # documents that share a row do not see each other, positions restart
     seed: int | None = None  # of the shuffle; None: the run's seed
     threads: int = 2  # that read rows ahead of the step
     prefetch: int = 8  # batches read ahead
+    workers: int = 0  # processes that read rows; 0: threads alone, enough unless reading a row takes long
 
 
 class Corpus(NamedTuple):
@@ -43,6 +55,7 @@ class Corpus(NamedTuple):
     tokenizer: Tokenizer | None  # None: the ids came from elsewhere
     size: int  # bytes read
     sha256: str  # of them
+    name: str = ""  # of one of several
 
 
 class Source(NamedTuple):
@@ -53,21 +66,22 @@ class Source(NamedTuple):
 Documents = list[tuple[str, bytes]]  # (name, text)
 
 
+def tokenized(name: str, texts: Documents, tokenizer: Tokenizer) -> Store:
+    """Documents as a store in memory."""
+    ids = [tokenizer.encode(text, doc) for doc, text in texts]
+    eos = tokenizer.specials.get("eos")
+    store = concatenated(name, ids, tokenizer.vocab_size, id_dtype(tokenizer.vocab_size), eos)
+    return dataclasses.replace(store, text_bytes=sum(len(text) for _, text in texts))
+
+
 def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig) -> Corpus:
     """Tokenizes documents. A character tokenizer takes its alphabet from both splits."""
-    tokenizer = pick("data.tokenizer", TOKENIZERS, cfg.tokenizer)(train + val)
+    tokenizer = make_tokenizer(cfg.tokenizer, train + val)
     digest = hashlib.sha256()
     for doc, text in train + val:
         digest.update(doc.encode() + b"\0" + text)
-    dtype, eos = id_dtype(tokenizer.vocab_size), tokenizer.specials.get("eos")
-
-    def store(split: str, documents: Documents) -> Store:
-        ids = [tokenizer.encode(text, doc) for doc, text in documents]
-        return concatenated(f"{name} ({split})", ids, tokenizer.vocab_size, dtype, eos)
-
-    return Corpus(
-        store("train", train), store("val", val), tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest()
-    )
+    stores = (tokenized(f"{name} ({split})", texts, tokenizer) for split, texts in (("train", train), ("val", val)))
+    return Corpus(*stores, tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest())
 
 
 def hashed_to_val(name: str, fraction: float) -> bool:
@@ -208,11 +222,31 @@ def load_synthetic(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     return Corpus(store, store, None, ids.nbytes, hashlib.sha256(ids.tobytes()).hexdigest())
 
 
+def load_store(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """What `python -m tools.prepare_data` wrote. Its identity is that of its shards and its tokenizer, wherever it lies."""
+    if cfg.path is None:
+        raise ValueError("data.path=None: data.kind=store needs the directory of a store, or data.mixture several")
+    directory = Path(cfg.path).expanduser()
+    manifest = read_manifest(directory)
+    tokenizer = load_tokenizer(directory / FILE)
+    expected = manifest["tokenizer"]["fingerprint"]
+    if tokenizer.fingerprint != expected:
+        raise ValueError(
+            f"{directory / FILE}: has fingerprint {tokenizer.fingerprint}, the store was made with {expected}"
+        )
+    shards = {split: [s["sha256"] for s in manifest["splits"][split]["shards"]] for split in SPLITS}
+    identity = json.dumps([expected, shards], sort_keys=True)
+    train, val = (open_split(directory, manifest, split) for split in SPLITS)
+    size = (len(train) + len(val)) * np.dtype(manifest["dtype"]).itemsize
+    return Corpus(train, val, tokenizer, size, hashlib.sha256(identity.encode()).hexdigest())
+
+
 DATASETS = {
     "stdlib": Source(load_stdlib, reads=("tokenizer",)),
     "text": Source(load_text, reads=("path", "val_path", "val_fraction", "tokenizer")),
     "tokens": Source(load_tokens, reads=("path", "val_path", "val_fraction", "token_dtype", "eos_id")),
     "synthetic": Source(load_synthetic, reads=()),
+    "store": Source(load_store, reads=("path", "mixture")),
 }
 
 
@@ -226,20 +260,112 @@ def load(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     return corpus
 
 
+def load_all(cfg: DataConfig, vocab_size: int | None) -> tuple[Corpus, ...]:
+    """The corpora that the config names: one, or those of a mixture, in its order."""
+    if cfg.mixture is None:
+        return (load(cfg, vocab_size),)
+    if cfg.path is not None:
+        raise ValueError(f"data.path={cfg.path}: has no effect beside data.mixture={cfg.mixture}")
+    paths = [path for path, _ in cfg.mixture]
+    # By their last names, where these tell them apart.
+    names = [Path(p).name for p in paths]
+    names = names if len(set(names)) == len(names) else paths
+    if len(set(names)) < len(names):
+        raise ValueError(f"data.mixture={cfg.mixture}: names a store twice")
+    corpora = tuple(
+        load(dataclasses.replace(cfg, path=path, mixture=None), vocab_size)._replace(name=name)
+        for path, name in zip(paths, names, strict=True)
+    )
+    tokenizers = {path: c.tokenizer.fingerprint[:16] for path, c in zip(paths, corpora, strict=True)}
+    if len(set(tokenizers.values())) > 1:
+        listed = ", ".join(f"{path}: {fingerprint}" for path, fingerprint in tokenizers.items())
+        raise ValueError(f"data.mixture: the stores have different tokenizers ({listed})")
+    return corpora
+
+
+# ---- documents to rows
+
+
+class Packing(NamedTuple):
+    rows: Callable[[Store, int, DataConfig, bool], Any]  # (store, seq_len, cfg, tail) -> a sequence of rows
+    reads: tuple[str, ...] = ()
+
+
+def planned(store: Store, seq_len: int, cfg: DataConfig, tail: bool) -> PackedRows:
+    """The plan that the store brings along; of texts that are loaded at the start, it is made now."""
+    known_documents(store, cfg)
+    if store.plans is None:
+        plan = best_fit(documents(store), seq_len)
+    elif seq_len in store.plans:
+        plan = open_plan(*store.plans[seq_len])
+    else:
+        have = ", ".join(map(str, sorted(store.plans))) or "none"
+        raise ValueError(
+            f"{store.name}: has no best-fit plan for seq_len={seq_len} (there are: {have}); "
+            f"python -m tools.prepare_data --output DIR --pack {seq_len} adds it"
+        )
+    return PackedRows(store, plan, seq_len, segments=True)
+
+
+def one_document(store: Store, seq_len: int, cfg: DataConfig, tail: bool) -> PackedRows:
+    known_documents(store, cfg)
+    return PackedRows(store, one_a_row(documents(store), seq_len), seq_len, segments=False)
+
+
+def known_documents(store: Store, cfg: DataConfig) -> None:
+    if store.offsets is None:
+        raise ValueError(
+            f"{store.name}: data.packing={cfg.packing} needs to know where documents end; python -m tools.prepare_data makes a "
+            "store that does"
+        )
+
+
+PACKINGS = {
+    # Documents one after the other, cut every seq_len tokens: no padding, long documents are cut.
+    "concat": Packing(
+        lambda store, seq_len, cfg, tail: Rows(store, seq_len, isolate=cfg.isolate_documents, tail=tail),
+        reads=("isolate_documents",),
+    ),
+    # Documents side by side, isolated; only those longer than a row are cut; little padding (best-fit decreasing).
+    "best_fit": Packing(planned),
+    # One document a row, and what is longer than a row is left out: for fine-tuning.
+    "documents": Packing(one_document),
+}
+
+
+def rows_of(store: Store, seq_len: int, cfg: DataConfig, tail: bool = False) -> Any:
+    """A sequence of rows, dicts like those of `store.Rows`. `tail`: every token once, the last row padded."""
+    return pick("data.packing", PACKINGS, cfg.packing).rows(store, seq_len, cfg, tail)
+
+
+def has_segments(cfg: DataConfig) -> bool:
+    """Whether several documents of a row must not see each other."""
+    return cfg.isolate_documents or cfg.packing == "best_fit"
+
+
 # ---- rows to batches
 
 
 def training_rows(store: Store, seq_len: int, cfg: DataConfig, seed: int) -> grain.MapDataset:
     """An endless dataset of rows, each epoch every row once, shuffled anew."""
-    rows = Rows(store, seq_len, isolate=cfg.isolate_documents).dataset().seed(seed if cfg.seed is None else cfg.seed)
+    rows = grain.MapDataset.source(rows_of(store, seq_len, cfg)).seed(seed if cfg.seed is None else cfg.seed)
     return (rows.shuffle() if cfg.shuffle else rows).repeat(None)
+
+
+def mixed_rows(stores: list[Store], phases: list[Phase], seq_len: int, cfg: DataConfig, seed: int) -> grain.MapDataset:
+    """An endless dataset of the rows of one store, or of several in the proportions of the phases, each with its own epochs."""
+    each = [training_rows(store, seq_len, cfg, seed) for store in stores]
+    return each[0] if len(each) == 1 else Mixture(each, phases)
 
 
 def evaluation_rows(
     store: Store, seq_len: int, cfg: DataConfig, batch_size: int, batches: int | None
 ) -> grain.MapDataset:
     """At most batches x batch_size rows (None: all), spread evenly over the store; then rows of weight 0 up to a whole batch."""
-    rows = Rows(store, seq_len, isolate=cfg.isolate_documents, tail=True)
+    return spread(rows_of(store, seq_len, cfg, tail=True), batch_size, batches)
+
+
+def spread(rows: Any, batch_size: int, batches: int | None) -> grain.MapDataset:
     n = len(rows) if batches is None else min(len(rows), batches * batch_size)
     empty = {k: np.zeros_like(v) for k, v in rows[0].items()}
     padded = -(-n // batch_size) * batch_size
@@ -277,7 +403,21 @@ def batches(
     # There is no remainder; Grain counts batches in integers only where it may drop one.
     mine = HostRows(rows, batch_size, local).batch(len(local), drop_remainder=True)[start:]
     options = grain.ReadOptions(num_threads=cfg.threads, prefetch_buffer_size=cfg.prefetch)
-    for batch in mine.to_iter_dataset(options):
-        yield {
-            k: jax.make_array_from_process_local_data(sharding, v, (batch_size, *v.shape[1:])) for k, v in batch.items()
-        }
+    found = mine.to_iter_dataset(options)
+    if cfg.workers:
+        if not flags.FLAGS.is_parsed():  # Grain's processes ask for them
+            flags.FLAGS.mark_as_parsed()
+        found = found.mp_prefetch(grain.MultiprocessingOptions(cfg.workers, per_worker_buffer_size=cfg.prefetch))
+    batch_iterator = iter(found)
+    try:
+        for batch in batch_iterator:
+            # A worker's arrays lie in memory that is shared with it and used again.
+            yield {
+                k: jax.make_array_from_process_local_data(
+                    sharding, np.array(v) if cfg.workers else v, (batch_size, *v.shape[1:])
+                )
+                for k, v in batch.items()
+            }
+    finally:
+        if cfg.workers:
+            batch_iterator.close()

@@ -3,16 +3,74 @@
 Positions in a store are 64-bit: NumPy's on the host, never JAX's.
 """
 
+import bisect
 import dataclasses
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import grain
 import numpy as np
 
 
 class DataError(ValueError):
     """The data themselves are wrong: found while they are read."""
+
+
+class Joined:
+    """Arrays one behind the other, read by slices as if they were one."""
+
+    def __init__(self, parts: list[Any], starts: list[int] | None = None):
+        self.parts = parts
+        self.starts = np.cumsum([0, *map(len, parts)], dtype=np.int64).tolist() if starts is None else starts
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        start, stop, step = index.indices(len(self))
+        assert step == 1
+        i = bisect.bisect_right(self.starts, start) - 1
+        if i == len(self.parts) or stop <= self.starts[i + 1]:
+            i = min(i, len(self.parts) - 1)
+            return self.parts[i][start - self.starts[i] : max(stop - self.starts[i], 0)]
+        found = []
+        while start < stop:
+            end = min(stop, self.starts[i + 1])
+            found.append(self.parts[i][start - self.starts[i] : end - self.starts[i]])
+            start, i = end, i + 1
+        return np.concatenate(found)
+
+
+class Mapping(NamedTuple):
+    """Where a memory-mapped array lies, for another process to map it, too."""
+
+    path: str
+    dtype: np.dtype
+    offset: int
+    length: int
+
+    def open(self) -> np.ndarray:
+        return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.length,)))
+
+
+def portable(value: Any) -> Any:
+    """A memory-mapped array as its Mapping, as pickling would copy the file; other values as they are."""
+    if isinstance(value, Joined):
+        return Joined([portable(part) for part in value.parts], value.starts)
+    base = value
+    while isinstance(base, np.ndarray) and isinstance(base.base, np.ndarray):
+        base = base.base  # a slice's offset is its file's
+    if not isinstance(base, np.memmap):
+        return value
+    address = lambda a: a.__array_interface__["data"][0]
+    return Mapping(str(base.filename), value.dtype, base.offset + address(value) - address(base), len(value))
+
+
+def opened(value: Any) -> Any:
+    """The reverse of `portable`."""
+    if isinstance(value, Joined):
+        return Joined([opened(part) for part in value.parts], value.starts)
+    return value.open() if isinstance(value, Mapping) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,20 +81,47 @@ class Store:
     vocab_size: ids are below it; checked row by row as they are read.
     offsets:   int64 [documents + 1], where each document begins, and the end; None: not known.
     eos:       the id that ends a document, used where offsets are not known.
+    mask:      uint8 [tokens], 1 where a token counts as a target; None: all count.
+    text_bytes: bytes of the documents' text; None: not known.
+    plans:     seq_len -> the file of a plan that packs its rows (packing.Plan), and what the manifest says of it; None: not a
+               store on disk.
     """
 
     name: str
-    ids: np.ndarray
+    ids: np.ndarray | Joined
     vocab_size: int
     offsets: np.ndarray | None = None
     eos: int | None = None
+    mask: np.ndarray | Joined | None = None
+    text_bytes: int | None = None
+    plans: dict[int, tuple[Path, dict[str, Any]]] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: portable(value) for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: opened(value) for name, value in state.items()})
+
     @property
     def knows_documents(self) -> bool:
         return self.offsets is not None or self.eos is not None
+
+    def window(self, start: int, stop: int) -> np.ndarray:
+        """The ids of tokens start .. stop. Raises DataError where one is not below the vocabulary size."""
+        ids = np.asarray(self.ids[start:stop])
+        if ids.max() >= self.vocab_size or (ids.dtype.kind == "i" and ids.min() < 0):
+            at = int(((ids < 0) | (ids >= self.vocab_size)).argmax())
+            raise DataError(
+                f"{self.name}: id {ids[at]} at token {start + at} is not below the vocabulary size {self.vocab_size}"
+            )
+        return ids
+
+    def counts(self, start: int, stop: int) -> np.ndarray | float:
+        """float32 weights of tokens start .. stop as targets."""
+        return 1.0 if self.mask is None else self.mask[start:stop].astype(np.float32)
 
     def begins(self, start: int, ids: np.ndarray) -> np.ndarray:
         """bool [n]: at which of the tokens ids = self.ids[start : start + n], but the first, a document begins."""
@@ -62,7 +147,7 @@ def open_tokens(path: Path, dtype: str, vocab_size: int, eos: int | None) -> Sto
     """A flat file of token ids, memory-mapped: `.npy`, or raw little-endian integers of `dtype` (nanoGPT's `.bin`)."""
     if path.suffix == ".npy":
         try:
-            ids = np.lib.format.open_memmap(path, mode="r")  # maps numbers only: it cannot unpickle
+            ids = np.asarray(np.lib.format.open_memmap(path, mode="r"))  # maps numbers only: it cannot unpickle
         except ValueError as e:
             raise ValueError(f"{path}: no NumPy file of numbers: {e}") from None
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -71,7 +156,87 @@ def open_tokens(path: Path, dtype: str, vocab_size: int, eos: int | None) -> Sto
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:
         raise ValueError(f"{path}: {size} bytes are no whole number of {dtype} ids (data.token_dtype)")
-    return Store(str(path), np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r"), vocab_size, eos=eos)
+    return Store(str(path), mapped(path, np.dtype(dtype).newbyteorder("<"), size // width), vocab_size, eos=eos)
+
+
+# ---- a store on disk: DIR/manifest.json, and for each shard of a split SPLIT-00000.bin (ids), .idx (offsets) and, where some
+# tokens do not count, .mask. The manifest is written last: without it there is no store.
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "minitf token store", 1
+SPLITS = ("train", "val")
+OFFSETS, MASK = np.dtype("<i8"), np.dtype("u1")
+
+
+def ids_dtype(vocab_size: int) -> np.dtype:
+    """Of a store's ids, little-endian."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def shard_name(split: str, i: int) -> str:
+    return f"{split}-{i:05}"
+
+
+def inside(directory: Path, name: str) -> Path:
+    """A file that the manifest names. Raises ValueError where it would lie elsewhere."""
+    if name != Path(name).name or name in ("", ".", ".."):
+        raise ValueError(f"{directory / MANIFEST}: names {name!r}, which is no file of this directory")
+    return directory / name
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """What a store says of itself. Raises ValueError where there is no whole store of this version."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise ValueError(
+            f"{directory}: no token store ({MANIFEST} is missing); python -m tools.prepare_data makes one, and goes on "
+            "where it was stopped"
+        )
+    try:
+        manifest = json.loads(path.read_text())
+        found = (manifest["format"], manifest["version"])
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path}: not readable: {e}") from None
+    if found != (FORMAT, VERSION):
+        raise ValueError(f"{path}: is {found[0]!r} version {found[1]}, not {FORMAT!r} version {VERSION}")
+    return manifest
+
+
+def mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
+    """A file of so many numbers, memory-mapped. Raises ValueError where it has another size."""
+    size = path.stat().st_size if path.is_file() else None
+    if size != length * dtype.itemsize:
+        found = "is missing" if size is None else f"has {size} bytes"
+        raise ValueError(f"{path}: {found}, must have {length * dtype.itemsize}")
+    # A plain array over the mapping: slices of np.memmap itself cost several times as much.
+    return np.asarray(np.memmap(path, dtype, "r")) if length else np.zeros(0, dtype)
+
+
+def open_split(directory: Path, manifest: dict[str, Any], split: str) -> Store:
+    """One split of a store, memory-mapped. Offsets of several shards are joined in memory: 8 bytes a document."""
+    described = manifest["splits"][split]
+    ids, masks, offsets, start = [], [], [np.zeros(1, np.int64)], 0
+    for shard in described["shards"]:
+        file = inside(directory, shard["name"])
+        ids.append(mapped(file.with_suffix(".bin"), np.dtype(manifest["dtype"]), shard["tokens"]))
+        if manifest["masked"]:
+            masks.append(mapped(file.with_suffix(".mask"), MASK, shard["tokens"]))
+        index = mapped(file.with_suffix(".idx"), OFFSETS, shard["documents"] + 1)
+        offsets.append(index[1:] + start if start else index[1:])
+        start += shard["tokens"]
+
+    def joined(parts: list[np.ndarray]) -> np.ndarray | Joined:
+        return parts[0] if len(parts) == 1 else Joined(parts or [np.zeros(0, manifest["dtype"])])
+
+    return Store(
+        f"{directory} ({split})",
+        joined(ids),
+        manifest["vocab_size"],
+        np.concatenate(offsets) if len(described["shards"]) != 1 else index,
+        mask=joined(masks) if manifest["masked"] else None,
+        text_bytes=described["bytes"],
+        plans={int(n): (inside(directory, plan["file"]), plan) for n, plan in described["plans"].items()},
+    )
 
 
 class Rows:
@@ -108,12 +273,7 @@ class Rows:
         if not 0 <= i < self._len:
             raise IndexError(f"row {i} of {self._len}")
         start = i * self._seq_len
-        window = np.asarray(self._store.ids[start : start + self._seq_len + 1])
-        if window.max() >= self._store.vocab_size or window.min() < 0:
-            at = int(((window < 0) | (window >= self._store.vocab_size)).argmax())
-            raise DataError(
-                f"{self._store.name}: id {window[at]} at token {start + at} is not below the vocabulary size {self._store.vocab_size}"
-            )
+        window = self._store.window(start, start + self._seq_len + 1)
         n = len(window) - 1
 
         def padded(values: Any, dtype: type) -> np.ndarray:
@@ -124,15 +284,12 @@ class Rows:
         row = {
             "inputs": padded(window[:-1], np.int32),
             "targets": padded(window[1:], np.int32),
-            "weights": padded(1, np.float32),
+            "weights": padded(self._store.counts(start + 1, start + n + 1), np.float32),
         }
         if self._isolate:
             begins = self._store.begins(start, window)
             here = np.arange(n)
-            row["weights"] = padded(~begins[1:], np.float32)
+            row["weights"][:n] *= ~begins[1:]
             row["segments"] = padded(np.cumsum(begins[:n]) + 1, np.int32)
             row["positions"] = padded(here - np.maximum.accumulate(here * begins[:n]), np.int32)
         return row
-
-    def dataset(self) -> grain.MapDataset:
-        return grain.MapDataset.source(self)

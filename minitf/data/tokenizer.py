@@ -1,15 +1,30 @@
 """Text to ids and back, byte for byte. A tokenizer maps bytes (UTF-8 text) to ids; special ids never come out of text."""
 
 import dataclasses
+import functools
 import hashlib
-from typing import Protocol
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+
+from minitf.tables import pick
+
+# The roles of special ids and the spellings that the field uses for them, the likelier first.
+SPELLINGS = {
+    "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"),  # ends a document
+    "bos": ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]"),
+    "pad": ("<|pad|>", "<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "[PAD]"),
+    "turn_start": ("<|im_start|>",),  # of a turn in a conversation, before the role's name (ChatML)
+    "turn_end": ("<|im_end|>",),
+}
 
 
 class Tokenizer(Protocol):
     name: str
-    specials: dict[str, int]  # role -> id: "eos" ends a document; "bos" and "pad" are there for later use
+    specials: Mapping[str, int]  # role (see SPELLINGS) -> id
 
     @property
     def vocab_size(self) -> int: ...
@@ -20,8 +35,8 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def byte_lengths(self) -> np.ndarray:
-        """int32 [vocab_size]: bytes of text that each id stands for; 0 for special ids."""
+    def byte_lengths(self) -> np.ndarray | None:
+        """int32 [vocab_size]: bytes of text that each id stands for, 0 for special ids; None where that depends on its place."""
         ...
 
     def encode(self, text: bytes, source: str = "text") -> np.ndarray:
@@ -65,14 +80,19 @@ class ByteTokenizer:
         return ids[ids < 256].astype(np.uint8).tobytes()
 
 
-def code_points(text: bytes, source: str) -> np.ndarray:
-    """uint32 Unicode code points of UTF-8 text. Raises ValueError naming the source and the first bad byte."""
+def as_unicode(text: bytes, source: str) -> str:
+    """UTF-8 text. Raises ValueError naming the source and the first bad byte."""
     try:
-        return np.frombuffer(text.decode("utf-8").encode("utf-32-le", "surrogatepass"), np.uint32)
+        return text.decode("utf-8")
     except UnicodeDecodeError as e:
         raise ValueError(
             f"{source}: not UTF-8 at byte {e.start} ({text[e.start]:#04x}); data.tokenizer=bytes takes any file"
         ) from None
+
+
+def code_points(text: bytes, source: str) -> np.ndarray:
+    """uint32 Unicode code points of UTF-8 text."""
+    return np.frombuffer(as_unicode(text, source).encode("utf-32-le"), np.uint32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +137,157 @@ class CharTokenizer:
         return "".join(self.alphabet[i] for i in np.asarray(ids)).encode()
 
 
+@functools.cache
+def bytes_of_letters() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte, and the byte: GPT-2's bytes_to_unicode
+    (https://github.com/openai/gpt-2, src/encoder.py). Printable bytes stand for themselves, the others for 256, 257, ..."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, through Hugging Face's `tokenizers`. Text that spells a special token stays text."""
+
+    def __init__(self, path: Path):
+        """The file; special ids are those that tokenizer_config.json beside it names, else by their usual spellings."""
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(f"{path}: needs the package tokenizers: pip install 'minitf[data]'") from None
+        self.path, self.name = path, str(path)
+        try:
+            self.contents = path.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self.contents)
+        except OSError as e:
+            raise ValueError(f"{path}: {e.strerror}") from None
+        except Exception as e:  # it raises nothing narrower
+            raise ValueError(f"{path}: no tokenizer.json of Hugging Face's tokenizers: {e}") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        # A document that mentions <|endoftext|> must not end there.
+        self._tokenizer.encode_special_tokens = True
+        self._vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.specials = self._named_specials()
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """tokenizer_config.json beside the file; {} where there is none."""
+        path = self.path.with_name(CONFIG)
+        try:
+            return json.loads(path.read_text()) if path.is_file() else {}
+        except ValueError as e:
+            raise ValueError(f"{path}: {e}") from None
+
+    def _named_specials(self) -> dict[str, int]:
+        specials = {}
+        for role, spellings in SPELLINGS.items():
+            token = self.config.get(f"{role}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            known = [t for t in (token, *spellings) if t in self._vocabulary]
+            if known:
+                specials[role] = self._vocabulary[known[0]]
+        return specials
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        return max(self._vocabulary.values(), default=-1) + 1
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.contents).hexdigest()
+
+    @functools.cached_property
+    def _pieces(self) -> list[bytes] | None:
+        """The bytes of each id, for byte-level BPE; None for others, whose text depends on an id's place."""
+        decoder = json.loads(self.contents).get("decoder") or {}
+        kinds = {d["type"] for d in decoder.get("decoders", [decoder]) if "type" in d}
+        if kinds != {"ByteLevel"}:
+            return None
+        added = self._tokenizer.get_added_tokens_decoder()
+        letters, pieces = bytes_of_letters(), [b""] * self.vocab_size
+        for token, i in self._vocabulary.items():
+            if i in added:  # spelt as text
+                pieces[i] = b"" if added[i].special else token.encode()
+            else:
+                pieces[i] = bytes(letters[c] for c in token)
+        return pieces
+
+    @functools.cached_property
+    def byte_lengths(self) -> np.ndarray | None:
+        return None if self._pieces is None else np.array([len(p) for p in self._pieces], np.int32)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text, encoded on as many threads as the library takes (RAYON_NUM_THREADS)."""
+        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        dtype = id_dtype(self.vocab_size)
+        return [np.array(e.ids, dtype) for e in found]
+
+    def encode(self, text: bytes, source: str = "text") -> np.ndarray:
+        return self.encode_batch([as_unicode(text, source)])[0]
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        ids = np.asarray(ids)
+        if self._pieces is not None:
+            return b"".join(self._pieces[i] for i in ids)
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True).encode()
+
+
 TOKENIZERS = {  # name -> tokenizer for these (source, text) documents
     "bytes": lambda documents: ByteTokenizer(),
     "chars": CharTokenizer.of,
 }
+
+
+def is_file_name(name: str) -> bool:
+    """Whether data.tokenizer names a tokenizer.json, or a directory that holds one, and not one of TOKENIZERS."""
+    return name not in TOKENIZERS and (name.endswith(".json") or "/" in name or Path(name).is_dir())
+
+
+def find_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    return path / FILE if path.is_dir() else path
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError where data.tokenizer names no tokenizer."""
+    if not is_file_name(name):
+        pick("data.tokenizer", {**TOKENIZERS, "PATH/tokenizer.json": None}, name)
+    elif not find_file(name).is_file():
+        raise ValueError(f"data.tokenizer={name}: no such file, and no {FILE} in such a directory")
+
+
+def make_tokenizer(name: str, documents: list[tuple[str, bytes]]) -> Tokenizer:
+    """The tokenizer that data.tokenizer names, for these (source, text) documents: one of TOKENIZERS, or a tokenizer.json by
+    its path or its directory's. Raises ValueError where there is none."""
+    check_name(name)
+    return load_tokenizer(find_file(name)) if is_file_name(name) else TOKENIZERS[name](documents)
+
+
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"  # Hugging Face's names, for our own kinds too
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """What `load_tokenizer` reads. A Hugging Face tokenizer stays its own file, byte for byte."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        (directory / FILE).write_bytes(tokenizer.contents)
+        (directory / CONFIG).write_text(json.dumps(tokenizer.config, indent=2) + "\n")
+    else:
+        alphabet = {"alphabet": tokenizer.alphabet} if isinstance(tokenizer, CharTokenizer) else {}
+        (directory / FILE).write_text(json.dumps({"type": tokenizer.name, **alphabet}) + "\n")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a file that `save_tokenizer` wrote, or of any Hugging Face tokenizer.json. Raises ValueError naming it."""
+    try:
+        tree = json.loads(path.read_text())
+    except OSError as e:
+        raise ValueError(f"{path}: {e.strerror}") from None
+    except ValueError as e:
+        raise ValueError(f"{path}: no JSON: {e}") from None
+    kind = tree.get("type") if isinstance(tree, dict) else None
+    if kind == "bytes":
+        return ByteTokenizer()
+    if kind == "chars":
+        return CharTokenizer(tree["alphabet"])
+    return HuggingFaceTokenizer(path)

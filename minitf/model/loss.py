@@ -18,19 +18,19 @@ class LossConfig:
 def token_sums(
     w_DV: jax.Array, x: jax.Array, targets: jax.Array, weights: jax.Array, cap: float | None
 ) -> dict[str, jax.Array]:
-    """Weighted sums over positions, float32 scalars: `loss` (nats) and `z_loss` (squared log-partition)."""
+    """Weighted sums over a row's positions, float32 [B]: `loss` (nats) and `z_loss` (squared log-partition)."""
     logits = head_logits(w_DV, x, cap)
     log_partition = jax.nn.logsumexp(logits, axis=-1)
     # Comparing with every class partitions over a sharded vocabulary, where a gather would collect the logits.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     losses = log_partition - jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-    return {"loss": jnp.sum(losses * weights), "z_loss": jnp.sum(log_partition**2 * weights)}
+    return {"loss": jnp.sum(losses * weights, axis=-1), "z_loss": jnp.sum(log_partition**2 * weights, axis=-1)}
 
 
 def loss_sums(
     params: Any, x_BSD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, cfg: ModelConfig, chunk: int | None
 ) -> dict[str, jax.Array]:
-    """`token_sums` over all positions, at most `chunk` of the sequence at a time; the backward pass forms each chunk's
+    """`token_sums` over a row's positions, at most `chunk` of the sequence at a time; the backward pass forms each chunk's
     logits again."""
     w_DV = head_weight(params, cfg)
     B, S, _ = x_BSD.shape
@@ -42,7 +42,7 @@ def loss_sums(
     def chunks(a: jax.Array) -> jax.Array:
         return a[:, : whole * chunk].reshape(B, whole, chunk, *a.shape[2:]).swapaxes(0, 1)
 
-    zero = {"loss": jnp.float32(0), "z_loss": jnp.float32(0)}
+    zero = {"loss": jnp.zeros(B), "z_loss": jnp.zeros(B)}
     parts = (x_BSD, targets_BS, weights_BS)
     sums, _ = jax.lax.scan(
         lambda total, xs: (jax.tree.map(jnp.add, total, one(*xs)), None), zero, tuple(map(chunks, parts))

@@ -1,0 +1,158 @@
+"""Packing: documents laid into rows ahead of time, so that row i is a function of i and nothing waits in a buffer.
+
+A document of n tokens has n - 1 pairs (token, the next one), and a row of seq_len positions holds so many pairs. A plan cuts
+documents longer than a row into chunks of a whole row, and what is left of each is laid into rows with others. Each pair of each
+document stands in exactly one row. A chunk is a segment of its row: it sees no other, and its positions begin at 0.
+"""
+
+import bisect
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minitf.data.store import MANIFEST, OFFSETS, SPLITS, Store, mapped, open_split, read_manifest
+
+
+class Plan(NamedTuple):
+    """Which pairs each row holds.
+
+    begins: int64 [rows + 1], the first chunk of each row, and the number of chunks.
+    chunks: int64 [chunks, 2], (position in the store of the chunk's first token, its number of pairs).
+    """
+
+    begins: np.ndarray
+    chunks: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+
+def documents(store: Store) -> np.ndarray:
+    """int64 [documents, 2]: (first token, pairs) of each document that has a pair."""
+    assert store.offsets is not None
+    found = np.stack([store.offsets[:-1], np.diff(store.offsets) - 1], axis=1)
+    return found[found[:, 1] > 0]
+
+
+def one_a_row(spans: np.ndarray, seq_len: int) -> Plan:
+    """Each span [spans, 2] a row of its own, in order; what is longer than a row is cut off."""
+    chunks = np.stack([spans[:, 0], np.minimum(spans[:, 1], seq_len)], axis=1)
+    return Plan(np.arange(len(chunks) + 1, dtype=np.int64), chunks)
+
+
+def cut(spans: np.ndarray, length: int) -> np.ndarray:
+    """Spans [spans, 2] as chunks of at most `length` pairs, in order; all but the last of a span are whole."""
+    number = -(-spans[:, 1] // length)
+    span = np.repeat(np.arange(len(spans)), number)
+    before = length * (np.arange(len(span)) - np.repeat(np.cumsum(number) - number, number))
+    return np.stack([spans[span, 0] + before, np.minimum(spans[span, 1] - before, length)], axis=1)
+
+
+def best_fit(spans: np.ndarray, seq_len: int) -> Plan:
+    """Spans [spans, 2] laid into rows: the longest first, each into the fullest row that has room for it (best-fit decreasing,
+    arXiv:2404.10830). Nothing is cropped. Rows are in the order of their first token."""
+    chunks = cut(spans, seq_len)
+    row = np.zeros(len(chunks), np.int64)
+    rooms: list[int] = []  # the sizes of room that some row has, ascending
+    rows_with: dict[int, list[int]] = {}  # room -> the rows that have it
+    rows = 0
+    for i in np.argsort(-chunks[:, 1], kind="stable").tolist():
+        length = int(chunks[i, 1])
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            row[i], left, rows = rows, seq_len - length, rows + 1
+        else:
+            room = rooms[at]
+            row[i], left = rows_with[room].pop(), room - length
+            if not rows_with[room]:
+                del rows_with[room], rooms[at]
+        if left > 0:
+            if left not in rows_with:
+                bisect.insort(rooms, left)
+                rows_with[left] = []
+            rows_with[left].append(int(row[i]))
+    # Chunks are in the order of the store: the first of a row says where the row goes.
+    _, first, row = np.unique(row, return_index=True, return_inverse=True)
+    place = np.argsort(np.argsort(first))[row]
+    order = np.argsort(place, kind="stable")
+    return Plan(np.searchsorted(place[order], np.arange(rows + 1)), chunks[order])
+
+
+class PackedRows:
+    """Random access to the rows of a plan, as dicts like those of `store.Rows`: weight 0 and segment 0 where a row is not full.
+    `segments`: whether rows tell their chunks apart (segments, positions); else a row must hold one."""
+
+    def __init__(self, store: Store, plan: Plan, seq_len: int, *, segments: bool):
+        if not len(plan):
+            raise ValueError(f"{store.name}: no document has two tokens")
+        self._store, self._plan, self._seq_len, self._segments = store, plan, seq_len, segments
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __repr__(self) -> str:  # stable: Grain logs it
+        return f"PackedRows({self._store.name!r}, seq_len={self._seq_len}, rows={len(self)})"
+
+    def __getitem__(self, i: Any) -> dict[str, np.ndarray]:
+        i = int(i)
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        types = dict(inputs=np.int32, targets=np.int32, weights=np.float32)
+        if self._segments:
+            types |= dict(segments=np.int32, positions=np.int32)
+        row = {name: np.zeros(self._seq_len, dtype) for name, dtype in types.items()}
+        at, begins = 0, self._plan.begins
+        for segment, (start, n) in enumerate(self._plan.chunks[begins[i] : begins[i + 1]].tolist(), 1):
+            here, window = slice(at, at + n), self._store.window(start, start + n + 1)
+            row["inputs"][here], row["targets"][here] = window[:-1], window[1:]
+            row["weights"][here] = self._store.counts(start + 1, start + n + 1)
+            if self._segments:
+                row["segments"][here], row["positions"][here] = segment, np.arange(n)
+            at += n
+        return row
+
+
+# ---- plans of a store on disk: one file of int64, the rows' begins and then the chunks
+
+
+def add_plan(directory: Path, seq_len: int) -> None:
+    """Adds the best-fit plan for rows of seq_len to both splits of a store; the manifest comes last."""
+    manifest = read_manifest(directory)
+    for split in SPLITS:
+        plan = best_fit(documents(open_split(directory, manifest, split)), seq_len)
+        contents = np.concatenate([plan.begins, plan.chunks.ravel()]).astype(OFFSETS).tobytes()
+        file = f"{split}-best_fit-{seq_len}.plan"
+        write_durably(directory / file, contents)
+        manifest["splits"][split]["plans"][str(seq_len)] = {
+            "file": file,
+            "rows": len(plan),
+            "chunks": len(plan.chunks),
+            "sha256": hashlib.sha256(contents).hexdigest(),
+        }
+    write_durably(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+
+
+def write_durably(path: Path, contents: bytes) -> None:
+    """Under its name, the file is whole or as it was before; after the return it stays so."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as f:
+        f.write(contents)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def open_plan(path: Path, described: dict[str, Any]) -> Plan:
+    """A plan as `add_plan` wrote and described it, memory-mapped. Raises ValueError where the file is not whole."""
+    rows, chunks = described["rows"], described["chunks"]
+    numbers = mapped(path, OFFSETS, rows + 1 + 2 * chunks)
+    return Plan(numbers[: rows + 1], numbers[rows + 1 :].reshape(-1, 2))

@@ -1,0 +1,221 @@
+"""Scores a run's model on text: python -m minitf.evaluate --workdir DIR [--data PATH ...]
+
+Each document is scored alone: its first token is predicted from the token that ends a document, where the tokenizer has one, and
+a document longer than `context` in pieces of so many tokens, each knowing the last token of the one before and no more. The
+token that ends a document is not scored. So the figures depend on the model, the text and the context, not on how rows are
+packed; bits per byte, of the documents' bytes, compare across tokenizers.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from minitf import config as config_lib
+from minitf import run, sharding
+from minitf.config import Config
+from minitf.data import pipeline
+from minitf.data.packing import PackedRows, best_fit, cut
+from minitf.data.store import MANIFEST, SPLITS, Joined, Store
+from minitf.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from minitf.sharding import MeshConfig
+from minitf.step import eval_step, scores, totals
+from minitf.train import surroundings
+
+
+def run_tokenizer(workdir: Any) -> Tokenizer:
+    """The tokenizer of a run. Raises ValueError where it has none."""
+    path = workdir / FILE
+    if not path.exists():
+        raise ValueError(f"{workdir}: has no {FILE}: its data were token ids, and text cannot be read with it")
+    return load_tokenizer(path)
+
+
+# ---- what is scored
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """The pairs of a dataset that count."""
+
+    name: str
+    store: Store  # begins with a token to predict the first one from, where there is one
+    spans: np.ndarray  # int64 [documents, 2]: (first token, pairs)
+    text_bytes: int | None  # of what the pairs predict
+
+
+def documents_of(name: str, store: Store, eos: int | None, byte_lengths: np.ndarray | None) -> Scored:
+    """The documents of a store, each alone. `eos`: the token that ends a document; None: there is none, and each document's
+    first token is not scored."""
+    offsets = store.offsets
+    if offsets is None:
+        ends = [] if eos is None else 1 + np.flatnonzero(np.asarray(store.ids[0 : len(store)]) == eos)
+        offsets = np.unique(np.r_[0, ends, len(store)]).astype(np.int64)
+    begins, ends = offsets[:-1], offsets[1:]
+    begins, ends = begins[ends > begins], ends[ends > begins]
+    text_bytes = store.text_bytes if store.mask is None else None
+    if eos is None:
+        if text_bytes is not None:
+            first = np.array([store.ids[b : b + 1][0] for b in begins.tolist()], np.int64)
+            text_bytes = None if byte_lengths is None else text_bytes - int(byte_lengths[first].sum())
+        return Scored(name, store, np.stack([begins, ends - begins - 1], axis=1), text_bytes)
+    # Every document's predecessor ends with eos, the first one's too when it is put before it.
+    closed = np.array([store.ids[e - 1 : e][0] == eos for e in ends.tolist()], bool)
+    before = lambda value, parts: Joined([np.array([value], np.uint32), parts])
+    store = dataclasses.replace(
+        store, ids=before(eos, store.ids), mask=None if store.mask is None else before(0, store.mask), offsets=None
+    )
+    return Scored(name, store, np.stack([begins, ends - begins - closed], axis=1), text_bytes)
+
+
+def datasets(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | None) -> Iterator[Scored]:
+    """The datasets to score: stores or texts at the paths; without any, the run's own. Raises ValueError for what is not there."""
+    eos = cfg.data.eos_id if tokenizer is None else tokenizer.specials.get("eos")
+    lengths = None if tokenizer is None else tokenizer.byte_lengths
+    if not paths:
+        for corpus in pipeline.load_all(cfg.data, cfg.model.vocab_size):
+            store = getattr(corpus, split)
+            yield documents_of(corpus.name or f"{cfg.data.kind} ({split})", store, eos, lengths)
+    for path in paths:
+        if tokenizer is None:
+            raise ValueError(f"--data {path}: the run has no tokenizer; its own data can be scored (leave --data out)")
+        if (Path(path).expanduser() / MANIFEST).is_file():
+            corpus = pipeline.load(pipeline.DataConfig(kind="store", path=path), cfg.model.vocab_size)
+            if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
+                raise ValueError(f"--data {path}: was made with another tokenizer than the run's")
+            store = getattr(corpus, split)
+        else:
+            texts, _ = pipeline.read_text(path, "--data")
+            store = pipeline.tokenized(path, texts, tokenizer)
+        yield documents_of(path, store, eos, lengths)
+
+
+# ---- scoring
+
+
+def sums_of(
+    model: run.Model, data: Scored, mesh: jax.sharding.Mesh, *, context: int, row_length: int, batch_size: int
+) -> dict[str, np.ndarray]:
+    """`step.totals` of a dataset. A row of row_length positions holds as many pieces of at most `context` tokens as fit."""
+    plan = best_fit(cut(data.spans[data.spans[:, 1] > 0], context), row_length)
+    rows = pipeline.spread(PackedRows(data.store, plan, row_length, segments=True), batch_size, None)
+    step = jax.jit(
+        functools.partial(eval_step, byte_lengths=None, cfg=model.cfg), out_shardings=sharding.replicated(mesh)
+    )
+    batches = pipeline.batches(rows, batch_size, sharding.batch_sharding(mesh), model.cfg.data)
+    with surroundings(mesh, model.cfg.model.dtype):
+        return totals(step, model.params, batches)
+
+
+def score(
+    model: run.Model,
+    data: Scored,
+    mesh: jax.sharding.Mesh,
+    *,
+    context: int,
+    row_length: int | None = None,
+    batch_size: int = 8,
+) -> dict[str, float]:
+    """`step.scores` of a dataset, and what was counted. Neither row_length (None: context) nor batch_size changes them, the
+    standard error aside, which is over rows."""
+    row_length = context if row_length is None else row_length
+    sums = sums_of(model, data, mesh, context=context, row_length=row_length, batch_size=batch_size)
+    counted = {"documents": len(data.spans), "tokens": int(sums["tokens"].sum())}
+    return counted | ({"bytes": data.text_bytes} if data.text_bytes else {}) | scores(sums, data.text_bytes)
+
+
+def lines(results: dict[str, dict[str, float]]) -> Iterator[str]:
+    """A table of the results, a dataset a line."""
+    width = max(len(name) for name in results)
+    yield f"{'':{width}}  {'documents':>10} {'tokens':>12} {'loss':>8} {'+-':>7} {'perplexity':>10} {'bits/byte':>9}"
+    for name, r in results.items():
+        error = f"{r['standard_error']:7.4f}" if "standard_error" in r else f"{'':7}"
+        bits = f"{r['bits_per_byte']:9.4f}" if "bits_per_byte" in r else f"{'':9}"
+        yield (
+            f"{name:{width}}  {r['documents']:10,} {r['tokens']:12,} {r['loss']:8.4f} {error} {r['perplexity']:10.4g} {bits}"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m minitf.evaluate",
+        description="Scores a run's model: loss in nats a token and its standard error, perplexity, bits per byte of text.",
+        epilog="Each document is scored alone, in pieces of at most --context tokens. --tasks needs the extra eval.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="the run")
+    parser.add_argument("--step", type=int, metavar="N", help="its checkpoint of this step (default: the newest)")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="stores of tools.prepare_data, or text: files, directories, globs (default: the run's own data)",
+    )
+    parser.add_argument(
+        "--split", choices=SPLITS, default="val", help="of stores and the run's own data (default: val)"
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens that a piece of a document has at most (default: seq_len)"
+    )
+    parser.add_argument(
+        "--row_length", type=int, metavar="N", help="positions of a row; changes speed only (default: context)"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, metavar="N", help="rows at a time; changes speed only (default: the run's)"
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="FILE",
+        help="task files (YAML) or directories of lm-evaluation-harness to run instead",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    try:
+        mesh = sharding.make_mesh(MeshConfig())
+        model = run.load_model(args.workdir, args.step, mesh)
+        workdir = run.resolve(args.workdir)
+        if args.tasks:
+            from minitf import harness
+
+            results = harness.run_tasks(args.tasks, model, run_tokenizer(workdir), mesh)
+            print(json.dumps(results) if args.json else harness.table(results))
+            return 0
+        for name in ("context", "row_length", "batch_size"):
+            config_lib.require(
+                f"--{name}", getattr(args, name), getattr(args, name) is None or getattr(args, name) >= 1, "at least 1"
+            )
+        context = model.cfg.seq_len if args.context is None else args.context
+        if context > model.cfg.model.max_seq_len:
+            raise ValueError(f"--context {context}: longer than model.max_seq_len={model.cfg.model.max_seq_len}")
+        if args.row_length is not None and args.row_length < context:
+            raise ValueError(f"--row_length {args.row_length}: shorter than the context of {context}")
+        shards = sharding.batch_shards(mesh)
+        batch_size = args.batch_size or -(-model.cfg.batch_size // shards) * shards
+        if batch_size % shards:
+            raise ValueError(f"--batch_size {batch_size}: not divisible by the {shards} devices")
+        tokenizer = run_tokenizer(workdir) if (workdir / FILE).exists() else None
+        results = {
+            data.name: score(model, data, mesh, context=context, row_length=args.row_length, batch_size=batch_size)
+            for data in datasets(args.data, args.split, model.cfg, tokenizer)
+        }
+    except ValueError as e:
+        config_lib.fail(str(e))
+    if args.json:
+        print(json.dumps({"workdir": str(workdir), "step": model.step, "context": context, "data": results}))
+    else:
+        print(f"{workdir}, step {model.step}; documents alone, context of {context} tokens")
+        print("\n".join(lines(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,522 @@
+"""Documents out of files, for the tools that read text. A document's text is bytes, the same from every kind of file: a
+byte-order mark and CR LF stay, but for a mark at the start of a file of JSON lines, which is that file's, not a document's.
+
+By suffix: .jsonl and .ndjson are lines of JSON, .parquet rows, .bin flat token ids (nanoGPT's), all else one document a file.
+.gz and .zst hold what the suffix before says, and lines of JSON where it is .json or missing. `-` is standard input, of JSON.
+"""
+
+import codecs
+import functools
+import glob
+import gzip
+import io
+import itertools
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from minitf.data.tokenizer import HuggingFaceTokenizer
+
+UNIT = 64 << 20  # bytes of input that are one unit of work
+BLOCK = 8 << 20  # bytes of a text that are in memory at a time
+LINE = 256 << 20  # the longest line of JSON
+PIECE = 128 << 10  # bytes of a long text that are encoded at a time
+NEAR = 512  # bytes on each side of a cut that decide whether it changes ids
+WINDOW = 16 << 20  # how far a cut is looked for
+STDIN = "-"
+
+
+# ---- which files, and their cut into units
+
+
+def kind_of(path: str) -> tuple[str, str]:
+    """(lines, parquet, ids or text; the suffix of the compression, or "")."""
+    name, packed = path.lower(), ""
+    for suffix in (".gz", ".zst"):
+        if name.endswith(suffix):
+            name, packed = name.removesuffix(suffix), suffix
+    suffix = Path(name).suffix
+    if path == STDIN or suffix in (".jsonl", ".ndjson") or (packed and suffix in (".json", "")):
+        return "lines", packed
+    return ("text" if packed else {".parquet": "parquet", ".bin": "ids"}.get(suffix, "text")), packed
+
+
+def files_of(directory: str) -> Iterator[str]:
+    """All files below a directory but hidden ones, sorted."""
+    for folder, folders, files in os.walk(directory):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        yield from (os.path.join(folder, f) for f in sorted(files) if not f.startswith("."))
+
+
+def find_files(inputs: list[str]) -> list[str]:
+    """The files that inputs name: files, directories, patterns, `-`; in their order, each once. Raises ValueError naming an
+    input that is none of them."""
+    found: list[str] = []
+    for given in inputs:
+        if given == STDIN:
+            found.append(given)
+            continue
+        matching = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
+        if not matching:
+            raise ValueError(f"--input {given}: no such file, directory or pattern with a match")
+        for path in map(os.path.abspath, matching):
+            found += files_of(path) if os.path.isdir(path) else [path]
+    return list(dict.fromkeys(found))
+
+
+class Span(NamedTuple):
+    """Part of a file: bytes start .. stop of lines or ids, row groups start .. stop of parquet, and all of other files. A line
+    or a document of ids belongs to the span in which it begins. `size`: its bytes on the disk."""
+
+    path: str
+    start: int
+    stop: int
+    size: int
+
+
+def spans_of(path: str, unit: int) -> list[Span]:
+    kind, packed = kind_of(path)
+    size = 0 if path == STDIN else os.path.getsize(path)
+    if kind == "parquet":
+        metadata = open_parquet(path).metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        sizes = [sum(g.column(i).total_compressed_size for i in range(g.num_columns)) for g in groups]
+        return [Span(path, i, i + 1, n) for i, n in enumerate(sizes)]
+    if packed or path == STDIN or kind == "text":
+        return [Span(path, 0, size, size)]
+    return [Span(path, i, min(i + unit, size), min(unit, size - i)) for i in range(0, size, unit)]
+
+
+def make_units(paths: list[str], unit: int) -> list[list[Span]]:
+    """All spans of the files, in order, in groups of about `unit` bytes: a function of the files alone."""
+    units: list[list[Span]] = []
+    room = 0
+    for span in itertools.chain.from_iterable(spans_of(path, unit) for path in paths):
+        if not units or span.size > room or STDIN in (span.path, units[-1][0].path):
+            units.append([])
+            room = unit
+        units[-1].append(span)
+        room -= span.size
+    return units
+
+
+# ---- records: what may become a document
+
+
+class Ids(NamedTuple):
+    """Text that is encoded already, in blocks."""
+
+    blocks: Iterable[np.ndarray]
+
+
+# What a document is made of: (text in blocks, or ids, or the role of a special id; whether its tokens count).
+Part = tuple[Iterable[bytes] | Ids | str, bool]
+
+
+class Record(NamedTuple):
+    """where() names it in messages; parts() raises ValueError where it is no document, and gives none where it is empty."""
+
+    where: Callable[[], str]
+    parts: Callable[[], list[Part]]
+
+
+class Position:
+    """How many bytes of the input on the disk have been read."""
+
+    bytes = 0
+
+
+class Reading(NamedTuple):
+    """How records are read. `utf8`: text must be it; `eos` and `vocab_size` matter for token ids only."""
+
+    format: str = "text"
+    text_key: str = "text"
+    utf8: bool = True
+    token_dtype: str = "uint16"
+    eos: int | None = None
+    vocab_size: int = 0
+
+
+def look_up(record: Any, key: str) -> Any:
+    """record[key]; a key with dots leads into objects where it is not itself there."""
+    if not isinstance(record, dict):
+        raise ValueError(f"is {type(record).__name__}, not an object with the key {key!r}")
+    if key in record:
+        return record[key]
+    head, _, rest = key.partition(".")
+    if not rest or head not in record:
+        raise ValueError(f"has no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
+    return look_up(record[head], rest)
+
+
+def text_at(record: Any, key: str) -> bytes:
+    text = look_up(record, key)
+    if not isinstance(text, str):
+        raise ValueError(f"{key!r} is {type(text).__name__}, not a string")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{key!r} has half a surrogate pair at character {e.start}, which is no text") from None
+
+
+def text_parts(record: Any, key: str) -> list[Part]:
+    text = text_at(record, key)
+    return [([text], True)] if text else []
+
+
+def completion_parts(record: Any, key: str) -> list[Part]:
+    prompt, completion = text_at(record, "prompt"), text_at(record, "completion")
+    return [([prompt], False), ([completion], True)] if prompt or completion else []
+
+
+def chat_parts(record: Any, key: str) -> list[Part]:
+    """ChatML. What the assistant says counts, and that its turn ends there. Each text is encoded by itself: what a model is
+    prompted with ends before the answer."""
+    messages = look_up(record, "messages")
+    if not isinstance(messages, list):
+        raise ValueError(f"'messages' is {type(messages).__name__}, not a list")
+    parts: list[Part] = []
+    for message in messages:
+        role, content = text_at(message, "role"), text_at(message, "content")
+        counts = role == b"assistant"
+        parts += [("turn_start", False), ([role + b"\n"], False)]
+        parts += [([content], counts), ("turn_end", counts), ([b"\n"], False)]
+    return parts
+
+
+class Format(NamedTuple):
+    columns: Callable[[str], tuple[str, ...]]  # of --text_key
+    parts: Callable[[Any, str], list[Part]]
+    end_counts: bool  # whether the end of the document does
+
+
+FORMATS = {
+    "text": Format(lambda key: (key,), text_parts, True),
+    "completion": Format(lambda key: ("prompt", "completion"), completion_parts, True),
+    "chat": Format(lambda key: ("messages",), chat_parts, False),
+}
+
+
+# ---- compressed files
+
+
+class ZstdFile(io.RawIOBase):
+    """Reads all frames of a file. The reader of zstandard itself takes a torn file for a whole one."""
+
+    def __init__(self, raw: BinaryIO):
+        try:
+            import zstandard
+        except ImportError:
+            raise ValueError(f"{raw.name}: needs the package zstandard: pip install 'minitf[data]'") from None
+        self._raw, self._error = raw, zstandard.ZstdError
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
+        self._frame, self._packed, self._out = None, b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._out:
+            self._packed = self._packed or self._raw.read(4096)  # little at a time: 4 bytes may stand for 128 kB
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a frame")
+                return 0
+            self._frame = self._frame or self._new_frame()
+            try:
+                self._out = memoryview(self._frame.decompress(self._packed))
+            except self._error as e:
+                raise OSError(str(e)) from None
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        n = min(len(buffer), len(self._out))
+        buffer[:n], self._out = self._out[:n], self._out[n:]
+        return n
+
+
+def opened(raw: BinaryIO, packed: str) -> BinaryIO:
+    """The contents of an open file."""
+    if packed == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    return io.BufferedReader(ZstdFile(raw), 1 << 20) if packed else raw
+
+
+class Unreadable(ValueError):
+    """A file, not a record of it."""
+
+
+def torn(path: str, error: Exception) -> Unreadable:
+    return Unreadable(f"{path}: cannot be read to its end: {error}")
+
+
+TORN = (OSError, EOFError, zlib.error)
+
+
+# ---- readers, by kind of file
+
+
+def parse_line(line: bytes, reading: Reading) -> list[Part]:
+    if len(line) > LINE:
+        raise ValueError(
+            f"is longer than {LINE >> 20} MB, the most for one line; as a file of its own a text may be longer"
+        )
+    try:
+        record = json.loads(line.decode())
+    except json.JSONDecodeError as e:
+        raise ValueError(f"is no JSON: {e.msg} at character {e.pos}") from None
+    except UnicodeDecodeError as e:
+        raise ValueError(f"is not UTF-8 at byte {e.start} ({line[e.start]:#04x})") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"is no JSON that can be read: {e}") from None
+    return FORMATS[reading.format].parts(record, reading.text_key)
+
+
+def lines_before(path: str, end: int) -> int:
+    with open(path, "rb") as f:
+        return sum(f.read(min(BLOCK, end - at)).count(b"\n") for at in range(0, end, BLOCK))
+
+
+def skip_line(file: BinaryIO) -> int:
+    """Reads up to the next line; how many bytes that was."""
+    n = 0
+    while part := file.readline(BLOCK):
+        n += len(part)
+        if part.endswith(b"\n"):
+            break
+    return n
+
+
+def line_records(span: Span, packed: str, reading: Reading, position: Position) -> Iterator[Record]:
+    path, before, end = span.path, position.bytes, None if packed or span.path == STDIN else span.stop
+
+    def where(number: int) -> str:
+        return f"{'standard input' if path == STDIN else path}:{number + (lines_before(path, span.start) if span.start else 0)}"
+
+    with sys.stdin.buffer if path == STDIN else open(path, "rb", 1 << 20) as raw:
+        file, at = opened(raw, packed), span.start
+        if span.start:
+            raw.seek(span.start - 1)
+            at += skip_line(file) - 1
+        number = int(at > span.start)  # lines of the span so far; one begins before it
+        while (end is None or at < end) and (line := file.readline(LINE + 1)):
+            number += 1
+            if len(line) > LINE and not line.endswith(b"\n"):
+                at += skip_line(file)
+            at += len(line)
+            position.bytes = before + (raw.tell() if packed else at - span.start)
+            if number == 1 and not span.start:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield Record(functools.partial(where, number), functools.partial(parse_line, line, reading))
+
+
+def open_parquet(path: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(f"{path}: needs the package pyarrow: pip install 'minitf[data]'") from None
+    try:
+        return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+    except (pyarrow.ArrowException, OSError) as e:
+        raise ValueError(f"{path}: no parquet file: {e}") from None
+
+
+def parquet_records(span: Span, packed: str, reading: Reading, position: Position) -> Iterator[Record]:
+    import pyarrow
+
+    file = open_parquet(span.path)
+    names, columns = file.schema_arrow.names, FORMATS[reading.format].columns(reading.text_key)
+    for column in columns:
+        if column not in names and column.split(".")[0] not in names:
+            raise ValueError(f"{span.path}: has no column {column!r}; it has {', '.join(map(repr, names))}")
+
+    def parts(batch: Any, i: int) -> list[Part]:
+        try:
+            record = {name: batch.column(name)[i].as_py() for name in batch.schema.names}
+        except UnicodeDecodeError as e:
+            raise ValueError(f"is not UTF-8: {e.reason}") from None
+        return FORMATS[reading.format].parts(record, reading.text_key)
+
+    metadata, before = file.metadata, position.bytes
+    row = first = sum(metadata.row_group(i).num_rows for i in range(span.start))
+    group = metadata.row_group(span.start)
+    # Few rows at a time where they are long: all of them are in memory.
+    rows = max(1, min(1024, group.num_rows * (BLOCK // 2) // max(group.total_byte_size, 1)))
+    try:
+        for batch in file.iter_batches(rows, row_groups=[span.start], columns=list(columns), use_threads=False):
+            for i in range(len(batch)):
+                yield Record(functools.partial("{}, row {}".format, span.path, row), functools.partial(parts, batch, i))
+                row += 1
+            position.bytes = before + span.size * (row - first) // max(group.num_rows, 1)
+    except (pyarrow.ArrowException, *TORN) as e:
+        raise torn(span.path, e) from None
+
+
+def id_blocks(path: str, first: int, end: int, reading: Reading) -> Iterator[np.ndarray]:
+    """Ids first .. end of a file. Raises ValueError naming one that is not of the vocabulary."""
+    dtype = np.dtype(reading.token_dtype).newbyteorder("<")
+    for at in range(first, end, BLOCK):
+        ids = np.fromfile(path, dtype, min(BLOCK, end - at), offset=at * dtype.itemsize)
+        wrong = ids >= reading.vocab_size
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise Unreadable(
+                f"{path}: id {ids[i]} at token {at + i} is not below the tokenizer's vocabulary size {reading.vocab_size}; "
+                f"--token_dtype is {reading.token_dtype}"
+            )
+        yield ids.astype(np.uint32)
+
+
+def id_records(span: Span, packed: str, reading: Reading, position: Position) -> Iterator[Record]:
+    """The documents between end marks, without them."""
+    width, before = np.dtype(reading.token_dtype).itemsize, position.bytes
+    size = os.path.getsize(span.path)
+    if size % width:
+        raise Unreadable(f"{span.path}: {size} bytes are no whole number of {reading.token_dtype} ids (--token_dtype)")
+    start, stop, end = -(-span.start // width), -(-span.stop // width), size // width
+
+    def record(first: int, last: int) -> Record:
+        where = functools.partial("{}, token {}".format, span.path, first)
+        return Record(where, lambda: [(Ids(id_blocks(span.path, first, last, reading)), True)] if last > first else [])
+
+    begin, at = (0 if start == 0 else None), max(start - 1, 0)  # a document begins where another has ended
+    while at < end and not (begin is None and at >= stop - 1):
+        ids = np.fromfile(span.path, np.dtype(reading.token_dtype).newbyteorder("<"), BLOCK, offset=at * width)
+        for mark in (np.flatnonzero(ids == reading.eos) + at).tolist():
+            if begin is not None:
+                position.bytes = before + min(mark * width - span.start, span.size)
+                yield record(begin, mark)
+            begin = mark + 1
+            if begin >= stop:
+                return
+        at += len(ids)
+    if begin is not None and begin < end:
+        yield record(begin, end)
+
+
+def file_blocks(path: str, packed: str, before: int, position: Position) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as raw:
+            file = opened(raw, packed)
+            while block := file.read(BLOCK):
+                position.bytes = before + raw.tell()
+                yield block
+    except TORN as e:
+        raise torn(path, e) from None
+
+
+def check_utf8(blocks: Iterable[bytes]) -> None:
+    """Raises ValueError naming the first byte that is not UTF-8."""
+    before, rest = 0, b""
+    for block in itertools.chain(blocks, [None]):
+        text = rest + (block or b"")
+        try:
+            _, n = codecs.utf_8_decode(text, "strict", block is None)
+        except UnicodeDecodeError as e:
+            raise ValueError(f"is not UTF-8 at byte {before + e.start} ({text[e.start]:#04x})") from None
+        before, rest = before + n, text[n:]
+
+
+def text_records(span: Span, packed: str, reading: Reading, position: Position) -> Iterator[Record]:
+    if reading.format != "text":
+        raise ValueError(
+            f"{span.path}: is a file of text, and --format {reading.format} needs records "
+            f"with {' and '.join(FORMATS[reading.format].columns(''))}: .jsonl or .parquet"
+        )
+    blocks = functools.partial(file_blocks, span.path, packed, position.bytes, position)
+
+    def parts() -> list[Part]:
+        first = list(itertools.islice(blocks(), 2))
+        if reading.utf8:
+            check_utf8(first if len(first) < 2 else blocks())
+        return [(first if len(first) < 2 else blocks(), True)] if first else []
+
+    yield Record(lambda: span.path, parts)
+
+
+READERS = {"lines": line_records, "parquet": parquet_records, "ids": id_records, "text": text_records}
+
+
+def read_records(spans: list[Span], reading: Reading, position: Position) -> Iterator[Record]:
+    """All records of spans. Raises Unreadable where a file cannot be read on."""
+    before = 0
+    for span in spans:
+        kind, packed = kind_of(span.path)
+        position.bytes = before
+        try:
+            yield from READERS[kind](span, packed, reading, position)
+        except TORN as e:
+            raise torn(span.path, e) from None
+        before += span.size
+        position.bytes = before
+
+
+# ---- long texts
+
+
+def slices(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    for block in blocks:
+        yield from (block[i : i + BLOCK] for i in range(0, len(block), BLOCK))
+
+
+def place_for_cut(text: bytes, start: int, low: int, high: int, fits: Callable[[bytes, bytes], bool]) -> int | None:
+    """Where in low .. high the piece that begins at start may end: at a newline, else before a space."""
+    for mark, behind in ((b"\n", 1), (b"\n", 0), (b" ", 0)):
+        at = low
+        for _ in range(16):
+            found = text.find(mark, at, high)
+            if found < 0:
+                break
+            cut = found + behind
+            if fits(text[max(cut - NEAR, start) : cut], text[cut : cut + NEAR]):
+                return cut
+            at = found + 1 + (high - low) // 32
+    return None
+
+
+def pieces(
+    blocks: Iterable[bytes], fits: Callable[[bytes, bytes], bool], size: int = PIECE, window: int = WINDOW
+) -> Iterator[bytes]:
+    """A text in pieces of about `size`, cut only where `fits` says of what stands before and behind that it is right. Raises
+    ValueError where there is no such place in a window."""
+    text, low = b"", size
+    for block in blocks:
+        text, start = text + block, 0
+        while len(text) - start >= low + size + NEAR:
+            cut = place_for_cut(text, start, start + low, start + low + size, fits)
+            if cut is not None:
+                yield text[start:cut]
+                start, low = cut, size
+            elif low + size > window:
+                raise ValueError(
+                    f"a text has {window >> 20} MB without a newline or space at which it could be cut and keep its ids; "
+                    "break it into several documents"
+                )
+            else:
+                low += size
+        text = text[start:]
+    if text:
+        yield text
+
+
+def keeps_ids(tokenizer: HuggingFaceTokenizer, before: bytes, behind: bytes) -> bool:
+    """Whether a cut between two texts gives the ids of both together."""
+    left, right = before.decode(errors="ignore"), behind.decode(errors="ignore")  # their far ends may be half a letter
+    if not left.strip() or not right.strip():
+        return False  # a run of spaces may go on further than can be seen here, and be one token with what follows
+    a, b, whole = tokenizer.encode_batch([left, right, left + right])
+    return np.array_equal(np.concatenate([a, b]), whole)
+
+
+def pieces_for(tokenizer: Any) -> Callable[[Iterable[bytes]], Iterator[bytes]]:
+    """What cuts a text into pieces whose ids, one behind the other, are those of the whole."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return slices
+    return lambda blocks: pieces(blocks, functools.partial(keeps_ids, tokenizer))
