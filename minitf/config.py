@@ -18,8 +18,9 @@ import ml_collections
 from ml_collections import config_dict
 
 from minitf.checkpoint import CheckpointConfig
+from minitf.data.datasets import DATASETS, DataConfig
 from minitf.data.mixture import shares
-from minitf.data.pipeline import DATASETS, PACKINGS, DataConfig
+from minitf.data.pipeline import PACKINGS
 from minitf.data.tokenizer import check_name
 from minitf.distributed import DistributedConfig, WatchdogConfig
 from minitf.model.attention import ATTENTION, IMPLEMENTATIONS, sizes

@@ -21,7 +21,7 @@ import numpy as np
 from minitf import config as config_lib
 from minitf import run, sharding
 from minitf.config import Config
-from minitf.data import pipeline
+from minitf.data import datasets, pipeline
 from minitf.data.packing import PackedRows, best_fit, cut
 from minitf.data.store import MANIFEST, SPLITS, Joined, Store
 from minitf.data.tokenizer import FILE, Tokenizer, load_tokenizer
@@ -75,25 +75,25 @@ def documents_of(name: str, store: Store, eos: int | None, byte_lengths: np.ndar
     return Scored(name, store, np.stack([begins, ends - begins - closed], axis=1), text_bytes)
 
 
-def datasets(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | None) -> Iterator[Scored]:
+def chosen(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | None) -> Iterator[Scored]:
     """The datasets to score: stores or texts at the paths; without any, the run's own. Raises ValueError for what is not there."""
     eos = cfg.data.eos_id if tokenizer is None else tokenizer.specials.get("eos")
     lengths = None if tokenizer is None else tokenizer.byte_lengths
     if not paths:
-        for corpus in pipeline.load_all(cfg.data, cfg.model.vocab_size):
+        for corpus in datasets.load_all(cfg.data, cfg.model.vocab_size):
             store = getattr(corpus, split)
             yield documents_of(corpus.name or f"{cfg.data.kind} ({split})", store, eos, lengths)
     for path in paths:
         if tokenizer is None:
             raise ValueError(f"--data {path}: the run has no tokenizer; its own data can be scored (leave --data out)")
         if (Path(path).expanduser() / MANIFEST).is_file():
-            corpus = pipeline.load(pipeline.DataConfig(kind="store", path=path), cfg.model.vocab_size)
+            corpus = datasets.load(datasets.DataConfig(kind="store", path=path), cfg.model.vocab_size)
             if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
                 raise ValueError(f"--data {path}: was made with another tokenizer than the run's")
             store = getattr(corpus, split)
         else:
-            texts, _ = pipeline.read_text(path, "--data")
-            store = pipeline.tokenized(path, texts, tokenizer)
+            texts, _ = datasets.read_text(path, "--data")
+            store = datasets.tokenized(path, texts, tokenizer)
         yield documents_of(path, store, eos, lengths)
 
 
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = run_tokenizer(workdir) if (workdir / FILE).exists() else None
         results = {
             data.name: score(model, data, mesh, context=context, row_length=args.row_length, batch_size=batch_size)
-            for data in datasets(args.data, args.split, model.cfg, tokenizer)
+            for data in chosen(args.data, args.split, model.cfg, tokenizer)
         }
     except ValueError as e:
         config_lib.fail(str(e))

@@ -28,7 +28,7 @@ from minitf import config as config_lib
 from minitf import params as P
 from minitf.checkpoint import Checkpoints, DamagedError, SaveError, versions
 from minitf.config import Config
-from minitf.data import pipeline
+from minitf.data import datasets, pipeline
 from minitf.data.mixture import Phase, with_weights
 from minitf.data.store import DataError
 from minitf.data.tokenizer import Tokenizer, save_tokenizer
@@ -52,7 +52,7 @@ class Job(NamedTuple):
     cfg: Config  # resolved
     steps: int
     rows: int  # of the training splits
-    corpora: tuple[pipeline.Corpus, ...]  # one, or those of data.mixture
+    corpora: tuple[datasets.Corpus, ...]  # one, or those of data.mixture
     mesh: jax.sharding.Mesh
     specs: Any
 
@@ -98,7 +98,7 @@ def prepare(cfg: Config, devices: list | None = None) -> Job:
     """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for all that a
     user can mend."""
     try:
-        corpora = pipeline.load_all(cfg.data, cfg.model.vocab_size)
+        corpora = datasets.load_all(cfg.data, cfg.model.vocab_size)
     except (OSError, RuntimeError) as e:  # a file that cannot be read, a home that does not exist
         raise ValueError(f"data.path={cfg.data.path}: {e}") from None
     vocab_size = cfg.model.vocab_size or corpora[0].train.vocab_size
@@ -213,7 +213,7 @@ def phases(job: Job, saved: dict[str, Any] | None = None) -> list[Phase]:
     return with_weights(known, tuple(weight for _, weight in mixture), row)
 
 
-def evaluation_batches(job: Job, corpus: pipeline.Corpus) -> Iterator[Batch]:
+def evaluation_batches(job: Job, corpus: datasets.Corpus) -> Iterator[Batch]:
     cfg = job.cfg
     rows = pipeline.evaluation_rows(corpus.val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
     return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data)

@@ -21,7 +21,7 @@ from minitf import params as P
 from minitf import step as step_lib
 from minitf.checkpoint import CheckpointConfig
 from minitf.config import Config
-from minitf.data.pipeline import DataConfig
+from minitf.data.datasets import DataConfig
 from minitf.metrics import json_lines
 from minitf.model.attention import AttentionConfig
 from minitf.model.mlp import MlpConfig

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from minitf import distributed, sharding
-from minitf.data import pipeline
+from minitf.data import datasets, pipeline
 from minitf.data.store import Store
 
 
@@ -19,7 +19,7 @@ def held(case):
     """[[{row: its first id} of each batch of training], [{row: its weights' sum} of each batch of evaluation], the rows of a
     batch that were read for training]"""
     store = Store("counted", np.arange(case["rows"] * 4 + 1, dtype=np.uint16)[: case["tokens"]], 65536)
-    cfg = pipeline.DataConfig()
+    cfg = datasets.DataConfig()
     layout = sharding.batch_sharding(sharding.make_mesh(sharding.MeshConfig(**case["mesh"])))
 
     def rows(batches, value):

@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 
 def text_store(texts):
-    from minitf.data.pipeline import tokenized
+    from minitf.data.datasets import tokenized
 
     return tokenized("texts", [(str(i), t) for i, t in enumerate(texts)], BYTES)
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from minitf.data import pipeline
+from minitf.data.datasets import DataConfig
 from minitf.data.mixture import PERIOD, Mixture, Phase, counted, order, shares, with_weights
-from minitf.data.pipeline import DataConfig, mixed_rows
+from minitf.data.pipeline import mixed_rows
 from minitf.data.store import Store
 
 WEIGHTS = [

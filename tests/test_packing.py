@@ -3,8 +3,9 @@ import itertools
 import numpy as np
 import pytest
 
+from minitf.data.datasets import DataConfig
 from minitf.data.packing import PackedRows, best_fit, cut, documents, one_a_row
-from minitf.data.pipeline import DataConfig, rows_of
+from minitf.data.pipeline import rows_of
 from minitf.data.store import DataError, Store
 
 

@@ -12,8 +12,9 @@ from common import MESHES, TINY, change, fit, make_mesh, make_store, random_para
 
 from minitf import sharding, train
 from minitf import step as step_lib
-from minitf.data import pipeline
-from minitf.data.pipeline import DATASETS, DataConfig, HostRows, evaluation_rows, host_rows, load, training_rows
+from minitf.data import datasets, pipeline
+from minitf.data.datasets import DATASETS, DataConfig, load
+from minitf.data.pipeline import HostRows, evaluation_rows, host_rows, training_rows
 from minitf.data.store import DataError, Rows, Store
 from minitf.data.tokenizer import TOKENIZERS
 from minitf.model.transformer import model
@@ -445,15 +446,15 @@ def library(tmp_path):
 @pytest.mark.parametrize("pattern", ["{}", "{}/", "{}/**/*.txt", "{}/**"])
 def test_a_directory_or_a_glob_gives_all_files_below_it_in_order(pattern, library):
     path, texts = library
-    documents, single = pipeline.read_text(pattern.format(path), "data.path")
+    documents, single = datasets.read_text(pattern.format(path), "data.path")
     assert not single
     assert sorted(documents) == sorted((name, text.encode()) for name, text in texts.items())
-    assert documents == pipeline.read_text(pattern.format(path), "data.path")[0]
+    assert documents == datasets.read_text(pattern.format(path), "data.path")[0]
 
 
 def test_a_glob_takes_only_what_matches(library):
     path, texts = library
-    documents, _ = pipeline.read_text(f"{path}/deep/*/1*.txt", "data.path")
+    documents, _ = datasets.read_text(f"{path}/deep/*/1*.txt", "data.path")
     assert [text for _, text in documents] == [texts[n].encode() for n in sorted(texts) if n.startswith("deep/er/1")]
 
 
@@ -461,7 +462,7 @@ def test_a_glob_takes_only_what_matches(library):
 def test_a_tilde_is_the_home_directory(path, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_text(tmp_path / "a.txt", TEXT)
-    assert pipeline.read_text(path, "data.path")[0] == [("a.txt", TEXT.encode())]
+    assert datasets.read_text(path, "data.path")[0] == [("a.txt", TEXT.encode())]
 
 
 @pytest.mark.parametrize("pattern", ["a.txt", "", "*.txt"])
@@ -625,7 +626,7 @@ def stdlib():
 
 
 def names_of(documents, val):
-    return [n for n, _ in documents if pipeline.hashed_to_val(n, pipeline.STDLIB_VAL_FRACTION) == val]
+    return [n for n, _ in documents if datasets.hashed_to_val(n, datasets.STDLIB_VAL_FRACTION) == val]
 
 
 def test_stdlib_is_the_same_text_each_time(stdlib):
@@ -638,7 +639,7 @@ def test_stdlib_is_the_same_text_each_time(stdlib):
 
 
 def test_stdlib_splits_are_disjoint_and_hold_each_file_once(stdlib):
-    documents = list(pipeline.stdlib_documents(sysconfig.get_path("stdlib")))
+    documents = list(datasets.stdlib_documents(sysconfig.get_path("stdlib")))
     train_names, val_names = names_of(documents, False), names_of(documents, True)
     assert len(set(train_names)) + len(set(val_names)) == len(documents)
     for store, names in ((stdlib.train, train_names), (stdlib.val, val_names)):
@@ -647,7 +648,7 @@ def test_stdlib_splits_are_disjoint_and_hold_each_file_once(stdlib):
 
 
 def test_stdlib_leaves_out_tests_tables_packages_and_what_describes_the_machine():
-    names = [name for name, _ in pipeline.stdlib_documents(sysconfig.get_path("stdlib"))]
+    names = [name for name, _ in datasets.stdlib_documents(sysconfig.get_path("stdlib"))]
     assert len(names) == len(set(names)) > 300
     parts = {part for name in names for part in name.split("/")}
     assert not parts & {"test", "tests", "site-packages", "dist-packages", "encodings", "__pycache__"}
@@ -658,7 +659,7 @@ def test_stdlib_leaves_out_tests_tables_packages_and_what_describes_the_machine(
 def test_stdlib_normalises_line_ends_alone(tmp_path):
     write_text(tmp_path / "a.py", b"x\r\ny\rz\n")
     write_text(tmp_path / "tests" / "b.py", b"no")
-    assert list(pipeline.stdlib_documents(str(tmp_path))) == [("a.py", b"x\ny\rz\n")]
+    assert list(datasets.stdlib_documents(str(tmp_path))) == [("a.py", b"x\ny\rz\n")]
 
 
 def test_a_standard_library_without_sources_is_an_error(tmp_path, monkeypatch):
@@ -670,13 +671,105 @@ def test_a_standard_library_without_sources_is_an_error(tmp_path, monkeypatch):
 # ---- every kind
 
 
+ROWS = [f"document {i}: äöü 😀\r\n" * (1 + i % 5) for i in range(40)]
+
+
+def write_parquet(path, rows=ROWS, key="text"):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table({"id": list(range(len(rows))), key: rows}), path, row_group_size=7)
+    return path
+
+
+def write_arrayrecord(path, rows=ROWS):
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for row in rows:
+        writer.write(row.encode())
+    writer.close()
+    return path
+
+
+def write_huggingface(path, rows=ROWS, splits=()):
+    """What `save_to_disk` of datasets writes, as far as it is read."""
+    pyarrow = pytest.importorskip("pyarrow")
+    for folder in [path / split for split in splits] or [path]:
+        folder.mkdir(parents=True)
+        table = pyarrow.table({"text": rows})
+        for i, part in enumerate((table[:25], table[25:])):
+            with pyarrow.ipc.new_stream(folder / f"data-{i}.arrow", table.schema) as f:
+                f.write_table(part)
+        files = [{"filename": f"data-{i}.arrow"} for i in range(2)]
+        (folder / "state.json").write_text(json.dumps({"_data_files": files, "_indices_files": None}))
+    if splits:
+        (path / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+    return path
+
+
 def any_config(kind, tmp_path):
     path = {
         "text": lambda: write_text(tmp_path / "a.txt", TEXT),
         "tokens": lambda: write_ids(tmp_path / "a.bin", np.arange(900) % 64),
         "store": lambda: make_store(tmp_path / "store", some_texts(30), "--val_fraction", 0.2),
+        "parquet": lambda: write_parquet(tmp_path / "a.parquet"),
+        "arrayrecord": lambda: write_arrayrecord(tmp_path / "a.array_record"),
+        "huggingface": lambda: write_huggingface(tmp_path / "saved"),
     }.get(kind, lambda: None)()
     return DataConfig(kind=kind, path=path and str(path))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrayrecord", "huggingface"])
+def test_rows_of_other_formats_are_documents_and_each_is_in_one_split(kind, tmp_path):
+    corpus = load(any_config(kind, tmp_path), None)
+    found = []
+    for store in (corpus.train, corpus.val):
+        assert len(store.offsets) > 1
+        for a, b in itertools.pairwise(store.offsets.tolist()):
+            assert store.ids[b - 1] == corpus.tokenizer.specials["eos"]
+            found.append(corpus.tokenizer.decode(store.ids[a:b]).decode())
+    assert sorted(found) == sorted(ROWS)
+
+
+def test_splits_of_a_huggingface_folder_are_taken_by_name(tmp_path):
+    path = write_huggingface(tmp_path / "saved", splits=("train", "test"))
+    for split in ("train", "test"):
+        assert load(DataConfig(kind="huggingface", path=str(path / split)), None).size == sum(
+            len(r.encode()) for r in ROWS
+        )
+    corpus = load(DataConfig(kind="huggingface", path=str(path)), None)
+    assert text_of(corpus, "train") == text_of(corpus, "val") == "".join(ROWS).encode()
+    other = write_huggingface(tmp_path / "other", splits=("test",))
+    with pytest.raises(ValueError, match="has the splits test, not train"):
+        load(DataConfig(kind="huggingface", path=str(other)), None)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda p: write_parquet(p / "a.parquet", key="content"), "parquet", "data.text_key=text: a.parquet has the columns id, con"),
+        (lambda p: write_parquet(p / "a.parquet", ["a", None]), "parquet", "a.parquet, row 1: is NoneType, not a text"),
+        (lambda p: write_text(p / "a.parquet", "no parquet"), "parquet", "a.parquet: "),
+        (lambda p: write_text(p / "a.array_record", "none"), "arrayrecord", "no ArrayRecord file"),
+        (lambda p: write_text(p / "a.txt", "none").parent, "huggingface", "it has no state.json"),
+        (lambda p: p / "nothing", "parquet", "no such file"),
+    ],
+)  # fmt: skip
+def test_files_of_another_kind_are_refused_by_name(make, kind, message, tmp_path):
+    with pytest.raises(ValueError) as raised:
+        load(DataConfig(kind=kind, path=str(make(tmp_path))), None)
+    assert message in str(raised.value)
+
+
+def test_more_text_than_a_start_should_tokenize_names_the_tool(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "LIMIT", 100)
+    for kind in ("parquet", "arrayrecord", "huggingface"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        with pytest.raises(ValueError, match=r"too much to tokenize at each start; python -m tools\.prepare_data"):
+            load(any_config(kind, folder), None)
 
 
 @pytest.mark.parametrize("kind", DATASETS)

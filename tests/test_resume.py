@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from minitf import metrics, run, train
 from minitf import params as P
 from minitf.checkpoint import Checkpoints
-from minitf.data import pipeline
+from minitf.data import datasets, pipeline
 from minitf.distributed import StopRequest
 from minitf.metrics import json_lines
 from tests.test_checkpoint import largest_file, truncate
@@ -160,7 +160,7 @@ def batches_of(folder, positions, n):
     out = []
     for loader in LOADERS:
         cfg = change(TINY.data, kind="text", path=folder, **loader)
-        store = pipeline.load(cfg, None).train
+        store = datasets.load(cfg, None).train
         rows = pipeline.training_rows(store, 16, cfg, seed=3)
         layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         for start in positions:

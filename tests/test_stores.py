@@ -29,9 +29,10 @@ from common import (
 from minitf import run, sharding, train
 from minitf.checkpoint import Checkpoints
 from minitf.config import parse_value
-from minitf.data import pipeline
+from minitf.data import datasets, pipeline
+from minitf.data.datasets import DataConfig
 from minitf.data.mixture import Phase, order
-from minitf.data.pipeline import DataConfig, HostRows, mixed_rows
+from minitf.data.pipeline import HostRows, mixed_rows
 from minitf.metrics import json_lines
 from tools import compare_runs
 
@@ -67,7 +68,7 @@ def documents_in(store):
 
 def test_many_shards_read_as_one_array(stores):
     whole = make_store(stores / "whole", some_texts(150, seed=150), "--pack", 16, "--val_fraction", 0.2)
-    one, many = (pipeline.load(DataConfig(kind="store", path=str(p)), None) for p in (whole, stores / "large"))
+    one, many = (datasets.load(DataConfig(kind="store", path=str(p)), None) for p in (whole, stores / "large"))
     assert len(list((stores / "large").glob("train-*.bin"))) > 3
     for a, b in ((one.train, many.train), (one.val, many.val)):
         assert len(a) == len(b)
@@ -83,7 +84,7 @@ def test_many_shards_read_as_one_array(stores):
 @named
 def test_each_packing_covers_each_token_as_it_says(packing, stores):
     cfg = DataConfig(kind="store", path=str(stores / "large"), **packing)
-    store = pipeline.load(cfg, None).train
+    store = datasets.load(cfg, None).train
     rows = pipeline.rows_of(store, 16, cfg, tail=True)
     found, positions = Counter(), 0
     for i in range(len(rows)):
@@ -110,7 +111,7 @@ def test_a_store_travels_to_another_process_without_its_contents(stores, tmp_pat
         DataConfig(kind="tokens", path=str(tmp_path / "ids.bin"), val_fraction=0.5),
     ]
     for cfg in cfgs:
-        corpus = pipeline.load(cfg, 65536)
+        corpus = datasets.load(cfg, 65536)
         for store in (corpus.train, corpus.val):
             packed = pickle.dumps(store)
             assert len(packed) < 6000
@@ -176,7 +177,7 @@ def test_another_tokenizer_in_a_mixture_is_refused(stores, tmp_path):
 @pytest.mark.parametrize("mixture", [None, {"large": 0.7, "small": 0.3}], ids=["alone", "mixture"])
 def test_P26_each_epoch_is_another_permutation_decided_by_the_seed(mixture, packing, stores):
     cfg = config_of(stores, mixture, **packing).data
-    corpora = pipeline.load_all(cfg, None)
+    corpora = datasets.load_all(cfg, None)
     sizes = [len(pipeline.rows_of(c.train, 16, cfg)) for c in corpora]
     phases = [] if mixture is None else [Phase(0, tuple(mixture.values()), (0, 0))]
 
@@ -202,7 +203,7 @@ def test_P26_each_epoch_is_another_permutation_decided_by_the_seed(mixture, pack
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_P38_hosts_together_read_the_global_batches_and_each_only_its_rows(hosts, packing, stores):
     cfg = config_of(stores, {"large": 3.0, "small": 1.0}, **packing).data
-    rows = mixed_rows([c.train for c in pipeline.load_all(cfg, None)], [Phase(0, (3.0, 1.0), (0, 0))], 16, cfg, 5)
+    rows = mixed_rows([c.train for c in datasets.load_all(cfg, None)], [Phase(0, (3.0, 1.0), (0, 0))], 16, cfg, 5)
     whole = [rows[i]["inputs"].tolist() for i in range(5 * 8)]
     share = 8 // hosts
     each = [HostRows(rows, 8, list(range(h * share, (h + 1) * share))) for h in range(hosts)]
@@ -231,7 +232,7 @@ def batches_of(folder, positions, n):
         mixture = {"large": 0.7, "small": 0.3} if loader.get("mixture") else None
         cfg = config_of(folder, mixture, **{k: v for k, v in loader.items() if k != "mixture"}).data
         phases = [] if mixture is None else [Phase(0, (1.0, 1.0), (0, 0)), Phase(24, (0.7, 0.3), (12, 12))]
-        rows = mixed_rows([c.train for c in pipeline.load_all(cfg, None)], phases, 16, cfg, seed=3)
+        rows = mixed_rows([c.train for c in datasets.load_all(cfg, None)], phases, 16, cfg, seed=3)
         for start in positions:
             found = pipeline.batches(rows, 8, layout, cfg, start)
             out.append([np.asarray(next(found)["inputs"]).tolist() for _ in range(n)])
@@ -263,7 +264,7 @@ def test_P22_a_new_process_goes_on_at_any_position(stores, tmp_path):
 @pytest.mark.slow
 def test_P47_a_worker_that_dies_is_an_error_and_none_stays_behind(stores):
     cfg = config_of(stores, workers=2).data
-    rows = mixed_rows([pipeline.load(cfg, None).train], [], 16, cfg, seed=3)
+    rows = mixed_rows([datasets.load(cfg, None).train], [], 16, cfg, seed=3)
     found = pipeline.batches(rows, 8, sharding.batch_sharding(make_mesh("1")), cfg)
     next(found)
     workers = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]

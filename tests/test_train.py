@@ -214,6 +214,7 @@ def test_modules_import_only_what_stands_above_them():
             "data.store",
             "data.mixture",
             "data.packing",
+            "data.datasets",
             "data.pipeline",
             "optimizer",
             "state",

@@ -10,7 +10,7 @@ from common import ROOT, fit, run_module
 
 from minitf import config, params
 from minitf import step as step_lib
-from minitf.data import pipeline
+from minitf.data import datasets
 from minitf.data.store import Rows
 from minitf.model.transformer import model, model_params
 
@@ -19,7 +19,7 @@ CFG = config.freeze(config.load_file(str(ROOT / "configs/tutorial.py")))
 
 @functools.cache
 def tutorial():
-    corpus = pipeline.load(CFG.data, CFG.model.vocab_size)
+    corpus = datasets.load(CFG.data, CFG.model.vocab_size)
     rows = Rows(corpus.train, CFG.seq_len)
     batch = {k: jnp.stack([rows[0][k], rows[1][k]]) for k in rows[0]}
     return params.init(model_params(CFG.model), jax.random.key(CFG.seed)), batch

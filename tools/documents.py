@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -159,6 +160,8 @@ def text_at(record: Any, key: str) -> bytes:
     text = look_up(record, key)
     if not isinstance(text, str):
         raise ValueError(f"{key!r} is {type(text).__name__}, not a string")
+    if len(text) > LINE:
+        raise ValueError(f"{key!r} is longer than {LINE >> 20} MB; a text of any length may be a file of its own")
     try:
         return text.encode()
     except UnicodeEncodeError as e:
@@ -263,9 +266,11 @@ TORN = (OSError, EOFError, zlib.error)
 
 
 def parse_line(line: bytes, reading: Reading) -> list[Part]:
-    if len(line) > LINE:
+    # Such a letter makes Python take four bytes for each, and the line is there twice while it is parsed.
+    most = LINE // 2 if len(line) > LINE // 2 and re.search(b"[\xf0-\xf4]", line) else LINE
+    if len(line) > most:
         raise ValueError(
-            f"is longer than {LINE >> 20} MB, the most for one line; as a file of its own a text may be longer"
+            f"is longer than {most >> 20} MB, the most for such a line; a text of any length may be a file of its own"
         )
     try:
         record = json.loads(line.decode())

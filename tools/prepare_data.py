@@ -11,8 +11,8 @@ the tokenizer's end mark; whether it is for validation follows from its text alo
 
 Files are read as tools/documents.py says. A record of --format text has a text (--text_key); of completion, `prompt` and
 `completion`, of which only the latter counts in the loss; of chat, `messages`, of which the assistant's count. Rows of parquet
-and tokens are numbered from 0, lines from 1. Texts of any size take little memory, but for lines of JSON: about ten times theirs
-at the worst, and they have at most 256 MB. Duplicates take about 60 bytes of memory a document.
+and tokens are numbered from 0, lines from 1. A process takes less than 2 GB, however long texts are; but lines of JSON and texts
+in parquet have at most 256 MB. The documents' order takes about 100 bytes of memory a document.
 """
 
 import argparse
@@ -129,9 +129,9 @@ class Shingles:
 
     def _update(self, words: list[bytes]) -> None:
         words = self._words + words
-        shingles = [b" ".join(words[i : i + SHINGLE]) for i in range(len(words) - SHINGLE + 1)]
-        if shingles:
-            self._hash.update_batch(shingles)
+        for first in range(0, len(words) - SHINGLE + 1, 1 << 13):  # its arrays have a row for each
+            last = min(first + (1 << 13), len(words) - SHINGLE + 1)
+            self._hash.update_batch([b" ".join(words[i : i + SHINGLE]) for i in range(first, last)])
             self._any = True
         self._words = words[-(SHINGLE - 1) :]
 
@@ -293,8 +293,13 @@ def tokenise(work: Work, number: int, spans: list[Span], say: Say) -> None:
                 counts["bad"] += 1
             else:
                 counts["empty"] += not parts
-                if parts:
-                    writer.document(parts, lambda: say(position.bytes))
+                try:
+                    if parts:
+                        writer.document(parts, lambda: say(position.bytes))
+                except documents.Unreadable:
+                    raise
+                except ValueError as e:
+                    raise ValueError(f"{record.where()}: {e}") from None
             progress["records"] = n + 1
             if writer.since + writer.waiting >= CHUNK:
                 writer.commit(position.bytes)

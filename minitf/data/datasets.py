@@ -1,0 +1,402 @@
+"""Datasets: what a config's data.kind names, loaded as documents of token ids."""
+
+import dataclasses
+import glob
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+from minitf.data.store import SPLITS, Store, concatenated, inside, open_split, open_tokens, read_manifest
+from minitf.data.tokenizer import FILE, Tokenizer, id_dtype, load_tokenizer, make_tokenizer
+from minitf.tables import pick
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    kind: str = "stdlib"  # see DATASETS
+    path: str | None = (
+        None  # of text: a file, a directory or a glob; of tokens: a file, or a directory of both splits; of store:
+    )
+    # the directory that tools.prepare_data wrote
+    mixture: tuple[tuple[str, float], ...] | None = (
+        None  # stores and their weights, in place of path; may change in a run
+    )
+    val_path: str | None = None  # of the validation split; None: part of path
+    val_fraction: float = 0.1  # for validation: the end of one file, or a share of many, by a hash of their names
+    text_key: str = "text"  # the column of parquet and huggingface
+    tokenizer: str = "bytes"  # one of tokenizer.TOKENIZERS, or the path of a tokenizer.json
+    token_dtype: str = "uint16"  # of raw token files
+    eos_id: int | None = None  # the id that ends a document in token files; None: not known
+    shuffle: bool = True  # rows, anew in each epoch
+    packing: str = "concat"  # how documents become rows, see PACKINGS
+    isolate_documents: bool = False  # documents that share a row do not see each other, positions restart
+    seed: int | None = None  # of the shuffle; None: the run's seed
+    threads: int = 2  # that read rows ahead of the step
+    prefetch: int = 8  # batches read ahead
+    workers: int = 0  # processes that read rows; 0: threads alone, enough unless reading a row takes long
+
+
+class Corpus(NamedTuple):
+    """What a dataset kind loads."""
+
+    train: Store
+    val: Store
+    tokenizer: Tokenizer | None  # None: the ids came from elsewhere
+    size: int  # bytes read
+    sha256: str  # of them
+    name: str = ""  # of one of several
+
+
+class Source(NamedTuple):
+    load: Callable[[DataConfig, int | None], Corpus]  # (cfg, model.vocab_size)
+    reads: tuple[str, ...]
+
+
+Documents = list[tuple[str, bytes]]  # (name, text)
+
+
+def tokenized(name: str, texts: Documents, tokenizer: Tokenizer) -> Store:
+    """Documents as a store in memory."""
+    ids = [tokenizer.encode(text, doc) for doc, text in texts]
+    eos = tokenizer.specials.get("eos")
+    store = concatenated(name, ids, tokenizer.vocab_size, id_dtype(tokenizer.vocab_size), eos)
+    return dataclasses.replace(store, text_bytes=sum(len(text) for _, text in texts))
+
+
+def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig) -> Corpus:
+    """Tokenizes documents. A character tokenizer takes its alphabet from both splits."""
+    tokenizer = make_tokenizer(cfg.tokenizer, train + val)
+    digest = hashlib.sha256()
+    for doc, text in train + val:
+        digest.update(doc.encode() + b"\0" + text)
+    stores = (tokenized(f"{name} ({split})", texts, tokenizer) for split, texts in (("train", train), ("val", val)))
+    return Corpus(*stores, tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest())
+
+
+def hashed_to_val(name: str, fraction: float) -> bool:
+    """Whether a document of this name belongs to validation: its place never changes when others come or go."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < fraction * 2**32
+
+
+def split_by_name(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
+    """(training, validation) documents."""
+    is_val = [hashed_to_val(name, fraction) for name, _ in documents]
+    return tuple([d for d, v in zip(documents, is_val, strict=True) if v == want] for want in (False, True))
+
+
+# Tests, tables and generated files of the standard library: no text to learn from.
+SKIPPED_DIRS = frozenset(
+    "site-packages dist-packages __pycache__ test tests idle_test idlelib lib2to3 turtledemo pydoc_data ensurepip encodings".split()
+)
+STDLIB_VAL_FRACTION = 13 / 256
+
+
+def stdlib_documents(root: str) -> Iterator[tuple[str, bytes]]:
+    """(path relative to root, text) of the interpreter's own modules, in the order of their names."""
+    for directory, dirs, files in os.walk(root):
+        dirs[:] = sorted(d for d in dirs if d not in SKIPPED_DIRS and not d.startswith("config-"))
+        for file in sorted(files):
+            if file.endswith(".py") and not file.startswith("_sysconfigdata"):  # that one describes the machine
+                path = Path(directory, file)
+                # Some installations have CR LF: the text should be the same everywhere.
+                yield path.relative_to(root).as_posix(), path.read_bytes().replace(b"\r\n", b"\n")
+
+
+def load_stdlib(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """The running interpreter's standard library: real text that is always there. Differs between Python versions."""
+    root = sysconfig.get_path("stdlib")
+    documents = list(stdlib_documents(root))
+    if not documents:
+        raise ValueError(f"data.kind=stdlib: no *.py files in {root}; use data.kind=text with data.path")
+    return from_documents("the standard library", *split_by_name(documents, STDLIB_VAL_FRACTION), cfg)
+
+
+def find_files(pattern: str, setting: str) -> tuple[list[tuple[str, Path]], bool]:
+    """(name, path) of the files that a file, a directory (all files below it) or a glob names, and whether it named one file.
+    Names begin below the directory or the glob's first wildcard: split and checksum are the same wherever the files lie."""
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [(path.name, path)], True
+    if path.is_dir():
+        root = path
+        files = sorted(
+            p for p in path.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.relative_to(path).parts)
+        )
+    else:
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+        files = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(p)]
+    if not files:
+        raise ValueError(
+            f"{setting}={pattern}: no such file, no files in such a directory, and no match of such a glob"
+        )
+    return [(p.relative_to(root).as_posix(), p) for p in files], False
+
+
+def read_text(pattern: str, setting: str) -> tuple[Documents, bool]:
+    """The files that `find_files` finds, each a document; and whether it named one file."""
+    files, single = find_files(pattern, setting)
+    return [(name, path.read_bytes()) for name, path in files], single
+
+
+def load_text(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """UTF-8 text files. Bytes are kept as they are: line ends, byte-order marks and all."""
+    train, single = read_text(named_path(cfg), "data.path")
+    if cfg.val_path is None and single:
+        # In characters, not in bytes, so that no character is cut; bytes where the file is not UTF-8.
+        (name, text), share = train[0], 1 - cfg.val_fraction
+        try:
+            chars = text.decode("utf-8")
+            cut = len(chars[: int(len(chars) * share)].encode())
+        except UnicodeDecodeError:
+            cut = int(len(text) * share)
+        return from_splits(cfg, [(name, text[:cut])], [(name, text[cut:])])
+    val = None if cfg.val_path is None else read_text(cfg.val_path, "data.val_path")[0]
+    return from_splits(cfg, train, val)
+
+
+def named_path(cfg: DataConfig) -> str:
+    if cfg.path is None:
+        raise ValueError(f"data.path=None: data.kind={cfg.kind} needs a file, a directory or a glob")
+    return cfg.path
+
+
+def from_splits(cfg: DataConfig, train: Documents, val: Documents | None) -> Corpus:
+    """Tokenizes documents; val None: those that the hash of their name chooses. Raises ValueError where there are none."""
+    if val is None:
+        train, val = split_by_name(train, cfg.val_fraction)
+    if not any(text for _, text in train):
+        raise ValueError(
+            f"data.path={cfg.path}: no text in {len(train)} documents for training; {len(val)} for validation"
+        )
+    return from_documents(cfg.path, train, val, cfg)
+
+
+LIMIT = 2**30  # bytes of text that a start may tokenize
+
+
+def texts_of(source: str, rows: Iterator[Any], at_all: int) -> Documents:
+    """Rows as documents, named by their numbers. Raises ValueError where one is no text, or where they are too much for a
+    start."""
+    if at_all > LIMIT:
+        raise ValueError(
+            f"data.path: {source} holds {at_all / 1e9:.1f} GB, too much to tokenize at each start; "
+            "python -m tools.prepare_data makes a store of it once"
+        )
+    out = []
+    for i, text in enumerate(rows):
+        if not isinstance(text, str | bytes):
+            raise ValueError(f"{source}, row {i}: is {type(text).__name__}, not a text")
+        out.append((f"{source} {i}", text.encode() if isinstance(text, str) else text))
+    return out
+
+
+def column(table: Any, source: str, cfg: DataConfig) -> Documents:
+    """The text column of a pyarrow table."""
+    if cfg.text_key not in table.column_names:
+        raise ValueError(f"data.text_key={cfg.text_key}: {source} has the columns {', '.join(table.column_names)}")
+    found = table.column(cfg.text_key)
+    return texts_of(source, (text for chunk in found.chunks for text in chunk.to_pylist()), found.nbytes)
+
+
+def arrow(module: str) -> Any:
+    try:
+        return importlib.import_module(f"pyarrow{module}")
+    except ImportError:
+        raise ValueError("data.kind: needs the package pyarrow: pip install 'minitf[data]'") from None
+
+
+def load_parquet(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """A column of parquet files, a row a document. Read whole: parquet has no random access to a row."""
+    parquet = arrow(".parquet")
+
+    def read(pattern: str, setting: str) -> Documents:
+        found = []
+        for name, path in find_files(pattern, setting)[0]:
+            try:
+                names = parquet.read_schema(path).names
+                table = parquet.read_table(path, columns=[n for n in names if n == cfg.text_key] or None)
+            except (OSError, ValueError) as e:  # pyarrow's errors are of these kinds
+                raise ValueError(f"{setting}: {path}: {e}") from None
+            found += column(table, name, cfg)
+        return found
+
+    val = None if cfg.val_path is None else read(cfg.val_path, "data.val_path")
+    return from_splits(cfg, read(named_path(cfg), "data.path"), val)
+
+
+def load_arrayrecord(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """Records of ArrayRecord files, each the UTF-8 text of a document."""
+
+    def read(pattern: str, setting: str) -> Documents:
+        found = []
+        for name, path in find_files(pattern, setting)[0]:
+            try:
+                source = grain.sources.ArrayRecordDataSource([str(path)])
+            except Exception as e:  # it raises nothing narrower
+                raise ValueError(f"{setting}: {path}: no ArrayRecord file: {e}") from None
+            found += texts_of(name, (source[i] for i in range(len(source))), path.stat().st_size)
+        return found
+
+    val = None if cfg.val_path is None else read(cfg.val_path, "data.val_path")
+    return from_splits(cfg, read(named_path(cfg), "data.path"), val)
+
+
+def load_huggingface(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """A folder that `save_to_disk` of Hugging Face's datasets wrote: one dataset, or splits of which train and validation (or
+    test) are taken."""
+    ipc, pyarrow = arrow(".ipc"), arrow("")
+
+    def read(directory: Path, setting: str) -> Documents:
+        state = directory / "state.json"
+        if not state.is_file():
+            raise ValueError(f"{setting}={directory}: no folder of datasets' save_to_disk: it has no state.json")
+        described = json.loads(state.read_text())
+        if described.get("_indices_files"):
+            raise ValueError(f"{setting}={directory}: is a selection; save it after flatten_indices()")
+        found = []
+        for file in described["_data_files"]:
+            with pyarrow.memory_map(str(inside(directory, file["filename"]))) as mapped_file:
+                found += column(ipc.open_stream(mapped_file).read_all(), file["filename"], cfg)
+        return found
+
+    directory = Path(named_path(cfg)).expanduser()
+    val = None if cfg.val_path is None else read(Path(cfg.val_path).expanduser(), "data.val_path")
+    splits = directory / "dataset_dict.json"
+    if not splits.is_file():
+        return from_splits(cfg, read(directory, "data.path"), val)
+    names = json.loads(splits.read_text())["splits"]
+    if "train" not in names:
+        raise ValueError(f"data.path={directory}: has the splits {', '.join(names)}, not train; name one by its folder")
+    held_out = next((name for name in ("validation", "val", "test") if name in names), None)
+    if val is None and held_out is not None:
+        val = read(directory / held_out, "data.path")
+    return from_splits(cfg, read(directory / "train", "data.path"), val)
+
+
+TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int32", "int64")  # little-endian
+
+
+def load_tokens(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """Flat files of token ids: nanoGPT's train.bin and val.bin, or one file whose end is for validation."""
+    if cfg.path is None:
+        raise ValueError("data.path=None: data.kind=tokens needs a file, or a directory with train.bin and val.bin")
+    if vocab_size is None:
+        raise ValueError("model.vocab_size=None: data.kind=tokens has no tokenizer to take it from")
+    pick("data.token_dtype", dict.fromkeys(TOKEN_DTYPES), cfg.token_dtype)
+    if cfg.eos_id is not None and not 0 <= cfg.eos_id < vocab_size:
+        raise ValueError(f"data.eos_id={cfg.eos_id}: must be below model.vocab_size={vocab_size}")
+    path = Path(cfg.path).expanduser()
+
+    def find(directory: Path, split: str) -> Path:
+        for suffix in (".bin", ".npy"):
+            if (directory / (split + suffix)).is_file():
+                return directory / (split + suffix)
+        raise ValueError(f"data.path={cfg.path}: no {split}.bin or {split}.npy in this directory")
+
+    if not path.exists():
+        raise ValueError(f"data.path={cfg.path}: no such file or directory")
+    files = [find(path, "train") if path.is_dir() else path]
+    if cfg.val_path is not None:
+        files.append(Path(cfg.val_path).expanduser())
+        if not files[1].is_file():
+            raise ValueError(f"data.val_path={cfg.val_path}: no such file")
+    elif path.is_dir():
+        files.append(find(path, "val"))
+    stores = [open_tokens(f, cfg.token_dtype, vocab_size, cfg.eos_id) for f in files]
+    # Not of the contents: a token file may be larger than the memory. Names, sizes and both ends tell files apart.
+    digest = hashlib.sha256()
+    for f, s in zip(files, stores, strict=True):
+        digest.update(f"{f.name} {len(s)}".encode() + s.ids[:4096].tobytes() + s.ids[-4096:].tobytes())
+    if len(stores) == 1:
+        (s,) = stores
+        cut = int(len(s) * (1 - cfg.val_fraction))
+        stores = [
+            dataclasses.replace(s, name=f"{s.name} ({n})", ids=ids)
+            for n, ids in (("train", s.ids[:cut]), (f"val, from token {cut} on", s.ids[cut:]))
+        ]
+    return Corpus(*stores, None, sum(f.stat().st_size for f in files), digest.hexdigest())
+
+
+SYNTHETIC_PERIODS = 64
+
+
+def load_synthetic(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """The tutorial's counting task: 0, 1, 2, ... modulo the vocabulary, so that the next id is always this one plus one."""
+    if vocab_size is None:
+        raise ValueError("model.vocab_size=None: data.kind=synthetic counts modulo it")
+    ids = (np.arange(vocab_size * SYNTHETIC_PERIODS + 1) % vocab_size).astype(id_dtype(vocab_size))
+    store = Store("counting", ids, vocab_size)
+    return Corpus(store, store, None, ids.nbytes, hashlib.sha256(ids.tobytes()).hexdigest())
+
+
+def load_store(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """What `python -m tools.prepare_data` wrote. Its identity is that of its shards and its tokenizer, wherever it lies."""
+    if cfg.path is None:
+        raise ValueError("data.path=None: data.kind=store needs the directory of a store, or data.mixture several")
+    directory = Path(cfg.path).expanduser()
+    manifest = read_manifest(directory)
+    tokenizer = load_tokenizer(directory / FILE)
+    expected = manifest["tokenizer"]["fingerprint"]
+    if tokenizer.fingerprint != expected:
+        raise ValueError(
+            f"{directory / FILE}: has fingerprint {tokenizer.fingerprint}, the store was made with {expected}"
+        )
+    shards = {split: [s["sha256"] for s in manifest["splits"][split]["shards"]] for split in SPLITS}
+    identity = json.dumps([expected, shards], sort_keys=True)
+    train, val = (open_split(directory, manifest, split) for split in SPLITS)
+    size = (len(train) + len(val)) * np.dtype(manifest["dtype"]).itemsize
+    return Corpus(train, val, tokenizer, size, hashlib.sha256(identity.encode()).hexdigest())
+
+
+DATASETS = {
+    "stdlib": Source(load_stdlib, reads=("tokenizer",)),
+    "text": Source(load_text, reads=("path", "val_path", "val_fraction", "tokenizer")),
+    "parquet": Source(load_parquet, reads=("path", "val_path", "val_fraction", "tokenizer", "text_key")),
+    "arrayrecord": Source(load_arrayrecord, reads=("path", "val_path", "val_fraction", "tokenizer")),
+    "huggingface": Source(load_huggingface, reads=("path", "val_path", "val_fraction", "tokenizer", "text_key")),
+    "tokens": Source(load_tokens, reads=("path", "val_path", "val_fraction", "token_dtype", "eos_id")),
+    "synthetic": Source(load_synthetic, reads=()),
+    "store": Source(load_store, reads=("path", "mixture")),
+}
+
+
+def load(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """The corpus that the config names. Raises ValueError for what a user can mend, a vocabulary too small among it."""
+    corpus = pick("data.kind", DATASETS, cfg.kind).load(cfg, vocab_size)
+    if corpus.tokenizer is not None and vocab_size is not None and corpus.tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"model.vocab_size={vocab_size} is smaller than the {corpus.tokenizer.vocab_size} ids of data.tokenizer={cfg.tokenizer}"
+        )
+    return corpus
+
+
+def load_all(cfg: DataConfig, vocab_size: int | None) -> tuple[Corpus, ...]:
+    """The corpora that the config names: one, or those of a mixture, in its order."""
+    if cfg.mixture is None:
+        return (load(cfg, vocab_size),)
+    if cfg.path is not None:
+        raise ValueError(f"data.path={cfg.path}: has no effect beside data.mixture={cfg.mixture}")
+    paths = [path for path, _ in cfg.mixture]
+    # By their last names, where these tell them apart.
+    names = [Path(p).name for p in paths]
+    names = names if len(set(names)) == len(names) else paths
+    if len(set(names)) < len(names):
+        raise ValueError(f"data.mixture={cfg.mixture}: names a store twice")
+    corpora = tuple(
+        load(dataclasses.replace(cfg, path=path, mixture=None), vocab_size)._replace(name=name)
+        for path, name in zip(paths, names, strict=True)
+    )
+    tokenizers = {path: c.tokenizer.fingerprint[:16] for path, c in zip(paths, corpora, strict=True)}
+    if len(set(tokenizers.values())) > 1:
+        listed = ", ".join(f"{path}: {fingerprint}" for path, fingerprint in tokenizers.items())
+        raise ValueError(f"data.mixture: the stores have different tokenizers ({listed})")
+    return corpora
