@@ -14,7 +14,7 @@ from minitf import sharding, train
 from minitf import step as step_lib
 from minitf.data import datasets, pipeline
 from minitf.data.datasets import DATASETS, DataConfig, load
-from minitf.data.pipeline import HostRows, evaluation_rows, host_rows, training_rows
+from minitf.data.pipeline import HostBatches, evaluation_rows, host_rows, training_rows
 from minitf.data.store import DataError, Rows, Store
 from minitf.data.tokenizer import TOKENIZERS
 from minitf.model.transformer import model
@@ -124,12 +124,12 @@ def strided(hosts, batch_size):
 def test_P38_every_host_reads_its_share_and_no_row_twice_in_an_epoch(items, hosts, shares):
     batch_size = 2 * hosts
     rows = training_rows(counting(items), 4, DataConfig(), 0)
-    by_host = [HostRows(rows, batch_size, share) for share in shares(hosts, batch_size)]
+    by_host = [HostBatches(rows, batch_size, share) for share in shares(hosts, batch_size)]
     assert {len(h) for h in by_host} == {len(by_host[0])}
     found = np.full((items, batch_size), -1)  # of `items` batches: batch_size epochs
     for host, share in zip(by_host, shares(hosts, batch_size), strict=True):
-        for j in range(items * len(share)):
-            found[j // len(share), share[j % len(share)]] = host[j]["inputs"][0] // 4
+        for k in range(items):
+            found[k, share] = host[k]["inputs"][:, 0] // 4
     for epoch in found.reshape(batch_size, items):
         assert sorted(epoch) == list(range(items))
 
@@ -139,7 +139,7 @@ def test_P38_every_host_reads_its_share_and_no_row_twice_in_an_epoch(items, host
 def test_P38_every_host_evaluates_as_many_batches_and_no_row_twice(items, hosts, shares):
     batch_size = 2 * hosts
     rows = evaluation_rows(counting(items), 4, DataConfig(), batch_size, None)
-    by_host = [list(HostRows(rows, batch_size, share).batch(2)) for share in shares(hosts, batch_size)]
+    by_host = [list(HostBatches(rows, batch_size, share)) for share in shares(hosts, batch_size)]
     assert {len(h) for h in by_host} == {-(-items // batch_size)}
     found = np.concatenate([b["inputs"][b["weights"].any(axis=1), 0] for host in by_host for b in host]) // 4
     assert sorted(found) == list(range(items))
@@ -160,7 +160,7 @@ def test_a_global_batch_is_the_same_from_any_number_of_hosts(hosts, shares):
     for k in (0, 1, 4, 5, 11):
         joined = {name: np.zeros_like(a) for name, a in expected[k].items()}
         for share in shares(hosts, 8):
-            mine = HostRows(rows, 8, share).batch(len(share))[k]
+            mine = HostBatches(rows, 8, share)[k]
             for name, values in mine.items():
                 joined[name][share] = values
         assert_same([joined], [expected[k]])

@@ -174,7 +174,7 @@ def test_a_bin_file_is_mapped_little_endian(dtype, tmp_path):
     path = tmp_path / "ids.bin"
     np.arange(17).astype(np.dtype(dtype).newbyteorder("<")).tofile(path)
     store = open_tokens(path, dtype, 64, None)
-    assert isinstance(store.ids, np.memmap)
+    assert isinstance(store.ids.base, np.memmap)
     assert Rows(store, 16)[0]["targets"].tolist() == list(range(1, 17))
 
 
@@ -183,7 +183,7 @@ def test_an_npy_file_is_mapped_in_its_own_type(dtype, tmp_path):
     path = tmp_path / "ids.npy"
     np.save(path, np.arange(17).astype(dtype))
     store = open_tokens(path, "uint16", 64, None)
-    assert isinstance(store.ids, np.memmap)
+    assert isinstance(store.ids.base, np.memmap)
     assert Rows(store, 16)[0]["targets"].tolist() == list(range(1, 17))
 
 

@@ -32,7 +32,7 @@ from minitf.config import parse_value
 from minitf.data import datasets, pipeline
 from minitf.data.datasets import DataConfig
 from minitf.data.mixture import Phase, order
-from minitf.data.pipeline import HostRows, mixed_rows
+from minitf.data.pipeline import HostBatches, mixed_rows
 from minitf.metrics import json_lines
 from tools import compare_runs
 
@@ -206,8 +206,8 @@ def test_P38_hosts_together_read_the_global_batches_and_each_only_its_rows(hosts
     rows = mixed_rows([c.train for c in datasets.load_all(cfg, None)], [Phase(0, (3.0, 1.0), (0, 0))], 16, cfg, 5)
     whole = [rows[i]["inputs"].tolist() for i in range(5 * 8)]
     share = 8 // hosts
-    each = [HostRows(rows, 8, list(range(h * share, (h + 1) * share))) for h in range(hosts)]
-    found = [each[h][k * share + r]["inputs"].tolist() for k in range(5) for h in range(hosts) for r in range(share)]
+    each = [HostBatches(rows, 8, list(range(h * share, (h + 1) * share))) for h in range(hosts)]
+    found = [each[h][k]["inputs"][r].tolist() for k in range(5) for h in range(hosts) for r in range(share)]
     assert found == whole
 
 

@@ -502,7 +502,7 @@ def serve(pipe: Any, function: Callable[..., None], work: Work, threads: int) ->
     # A parent that was killed asks no more, and its next run begins where this task's files stand.
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent is no more
         while True:
             task = pipe.recv()
             try:
@@ -531,7 +531,7 @@ def parallel(
 
     def give(pipe: Any) -> None:
         busy[pipe], task = left.pop()
-        with contextlib.suppress(BrokenPipeError):  # it has died: reading from it tells
+        with contextlib.suppress(ConnectionError):  # it has died: reading from it tells
             pipe.send(task)
 
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process alone

@@ -40,7 +40,7 @@ class DataConfig:
     packing: str = "concat"  # how documents become rows, see PACKINGS
     isolate_documents: bool = False  # documents that share a row do not see each other, positions restart
     seed: int | None = None  # of the shuffle; None: the run's seed
-    threads: int = 2  # that read rows ahead of the step
+    threads: int = 1  # that read rows ahead of the step; more where the storage is slow to answer
     prefetch: int = 8  # batches read ahead
     workers: int = 0  # processes that read rows; 0: threads alone, enough unless reading a row takes long
 

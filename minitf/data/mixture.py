@@ -83,8 +83,17 @@ class Mixture(grain.MapDataset):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
+        dataset, place = self._at(index)
+        return dataset[place]
+
+    def find(self, index: int) -> tuple[Any, int]:
+        """What its dataset finds for an element."""
+        dataset, place = self._at(index)
+        return dataset.find(place)
+
+    def _at(self, index: int) -> tuple[Any, int]:
         phase = self._phases[bisect.bisect_right(self._rows, index) - 1]
         chosen, before, counts = order(phase.weights)
         period, at = divmod(index - phase.row, PERIOD)
         d = chosen[at]
-        return self._parents[d][int(phase.taken[d] + period * counts[d] + before[at])]
+        return self._parents[d], int(phase.taken[d] + period * counts[d] + before[at])

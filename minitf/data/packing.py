@@ -14,7 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minitf.data.store import MANIFEST, OFFSETS, SPLITS, Store, mapped, open_split, read_manifest
+from minitf.data.store import (
+    ISOLATED,
+    MANIFEST,
+    OFFSETS,
+    SPLITS,
+    TOKENS,
+    Row,
+    Store,
+    filled,
+    mapped,
+    open_split,
+    read_manifest,
+)
 
 
 class Plan(NamedTuple):
@@ -83,37 +95,32 @@ def best_fit(spans: np.ndarray, seq_len: int) -> Plan:
 
 
 class PackedRows:
-    """Random access to the rows of a plan, as dicts like those of `store.Rows`: weight 0 and segment 0 where a row is not full.
-    `segments`: whether rows tell their chunks apart (segments, positions); else a row must hold one."""
+    """Random access to the rows of a plan. `segments`: whether rows tell their chunks apart; else a row must hold one."""
 
     def __init__(self, store: Store, plan: Plan, seq_len: int, *, segments: bool):
         if not len(plan):
             raise ValueError(f"{store.name}: no document has two tokens")
-        self._store, self._plan, self._seq_len, self._segments = store, plan, seq_len, segments
+        self.store, self.seq_len, self.fields = store, seq_len, ISOLATED if segments else TOKENS
+        self._plan, self._segments, self._count = plan, segments, np.arange(seq_len, dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self._plan)
 
     def __repr__(self) -> str:  # stable: Grain logs it
-        return f"PackedRows({self._store.name!r}, seq_len={self._seq_len}, rows={len(self)})"
+        return f"PackedRows({self.store.name!r}, seq_len={self.seq_len}, rows={len(self)})"
 
-    def __getitem__(self, i: Any) -> dict[str, np.ndarray]:
-        i = int(i)
-        if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
-        types = dict(inputs=np.int32, targets=np.int32, weights=np.float32)
-        if self._segments:
-            types |= dict(segments=np.int32, positions=np.int32)
-        row = {name: np.zeros(self._seq_len, dtype) for name, dtype in types.items()}
-        at, begins = 0, self._plan.begins
-        for segment, (start, n) in enumerate(self._plan.chunks[begins[i] : begins[i + 1]].tolist(), 1):
-            here, window = slice(at, at + n), self._store.window(start, start + n + 1)
+    __getitem__ = filled
+
+    def fill(self, i: int, row: Row) -> None:
+        """Writes row i over a blank one."""
+        at, (first, end) = 0, self._plan.begins[i : i + 2].tolist()
+        for number, (start, n) in enumerate(self._plan.chunks[first:end].tolist(), 1):
+            here, window = slice(at, at + n), self.store.window(start, start + n + 1)
             row["inputs"][here], row["targets"][here] = window[:-1], window[1:]
-            row["weights"][here] = self._store.counts(start + 1, start + n + 1)
+            row["weights"][here] = self.store.counts(start + 1, start + n + 1)
             if self._segments:
-                row["segments"][here], row["positions"][here] = segment, np.arange(n)
+                row["segments"][here], row["positions"][here] = number, self._count[:n]
             at += n
-        return row
 
 
 # ---- plans of a store on disk: one file of int64, the rows' begins and then the chunks

@@ -12,7 +12,7 @@ from absl import flags
 from minitf.data.datasets import DataConfig
 from minitf.data.mixture import Mixture, Phase
 from minitf.data.packing import PackedRows, best_fit, documents, one_a_row, open_plan
-from minitf.data.store import Rows, Store
+from minitf.data.store import Rows, Store, blank
 from minitf.tables import pick
 
 # ---- documents to rows
@@ -80,8 +80,27 @@ def has_segments(cfg: DataConfig) -> bool:
 
 def training_rows(store: Store, seq_len: int, cfg: DataConfig, seed: int) -> grain.MapDataset:
     """An endless dataset of rows, each epoch every row once, shuffled anew."""
-    rows = grain.MapDataset.source(rows_of(store, seq_len, cfg)).seed(seed if cfg.seed is None else cfg.seed)
-    return (rows.shuffle() if cfg.shuffle else rows).repeat(None)
+    rows = rows_of(store, seq_len, cfg)
+    order = grain.MapDataset.range(len(rows)).seed(seed if cfg.seed is None else cfg.seed)
+    return Looked(rows, (order.shuffle() if cfg.shuffle else order).repeat(None))
+
+
+class Looked(grain.MapDataset):
+    """The rows at the places that the parent gives: what Grain counts for each element would cost more than reading it."""
+
+    def __init__(self, rows: Any, order: grain.MapDataset):
+        super().__init__(order)
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self._parent)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.slice(index) if isinstance(index, slice) else self.rows[self._parent[index]]
+
+    def find(self, index: int) -> tuple[Any, int]:
+        """(rows, place in them) of an element."""
+        return self.rows, self._parent[index]
 
 
 def mixed_rows(stores: list[Store], phases: list[Phase], seq_len: int, cfg: DataConfig, seed: int) -> grain.MapDataset:
@@ -104,7 +123,7 @@ def spread(rows: Any, batch_size: int, batches: int | None) -> grain.MapDataset:
     return grain.MapDataset.range(padded).map(lambda i: rows[i * len(rows) // n] if i < n else empty)
 
 
-class HostRows(grain.MapDataset):
+class HostBatches(grain.MapDataset):
     """This process's rows of every global batch: row r of batch k is row k * batch_size + r of the parent, on any host."""
 
     def __init__(self, parent: grain.MapDataset, batch_size: int, rows: list[int]):
@@ -112,13 +131,21 @@ class HostRows(grain.MapDataset):
         self._batch_size, self._rows = batch_size, rows
 
     def __len__(self) -> int:
-        return len(self._parent) // self._batch_size * len(self._rows)
+        return len(self._parent) // self._batch_size
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        k, r = divmod(index, len(self._rows))
-        return self._parent[k * self._batch_size + self._rows[r]]
+    def __getitem__(self, k: Any) -> Any:
+        if isinstance(k, slice):
+            return self.slice(k)
+        places = [k * self._batch_size + r for r in self._rows]
+        if not isinstance(self._parent, Looked | Mixture):
+            found = [self._parent[place] for place in places]
+            return {name: np.stack([row[name] for row in found]) for name in found[0]}
+        # Written where they belong: rows apart, and then joined, take twice the time.
+        found = [self._parent.find(place) for place in places]
+        batch = blank(found[0][0].fields, len(found), found[0][0].seq_len)
+        for r, (rows, i) in enumerate(found):
+            rows.fill(i, {name: values[r] for name, values in batch.items()})
+        return batch
 
 
 def host_rows(sharding: jax.sharding.Sharding, batch_size: int) -> list[int]:
@@ -132,8 +159,7 @@ def batches(
 ) -> Iterator[dict[str, jax.Array]]:
     """Global batches from number `start` on, as arrays [batch_size, ...] laid out by `sharding`; rows are read ahead on threads."""
     local = host_rows(sharding, batch_size)
-    # There is no remainder; Grain counts batches in integers only where it may drop one.
-    mine = HostRows(rows, batch_size, local).batch(len(local), drop_remainder=True)[start:]
+    mine = HostBatches(rows, batch_size, local)[start:]
     options = grain.ReadOptions(num_threads=cfg.threads, prefetch_buffer_size=cfg.prefetch)
     found = mine.to_iter_dataset(options)
     if cfg.workers:
@@ -143,13 +169,15 @@ def batches(
     batch_iterator = iter(found)
     try:
         for batch in batch_iterator:
-            # A worker's arrays lie in memory that is shared with it and used again.
-            yield {
-                k: jax.make_array_from_process_local_data(
-                    sharding, np.array(v) if cfg.workers else v, (batch_size, *v.shape[1:])
-                )
-                for k, v in batch.items()
-            }
+            if cfg.workers:  # whose arrays lie in memory that is shared with them and used again
+                batch = jax.tree.map(np.array, batch)
+            if sharding.is_fully_addressable:
+                yield jax.device_put(batch, sharding)
+            else:
+                yield {
+                    k: jax.make_array_from_process_local_data(sharding, v, (batch_size, *v.shape[1:]))
+                    for k, v in batch.items()
+                }
     finally:
         if cfg.workers:
             batch_iterator.close()

@@ -119,19 +119,19 @@ class Store:
             )
         return ids
 
-    def counts(self, start: int, stop: int) -> np.ndarray | float:
-        """float32 weights of tokens start .. stop as targets."""
-        return 1.0 if self.mask is None else self.mask[start:stop].astype(np.float32)
+    def counts(self, start: int, stop: int) -> np.ndarray | int:
+        """1 where a token of start .. stop counts as a target, else 0."""
+        return 1 if self.mask is None else self.mask[start:stop]
 
-    def begins(self, start: int, ids: np.ndarray) -> np.ndarray:
-        """bool [n]: at which of the tokens ids = self.ids[start : start + n], but the first, a document begins."""
-        out = np.zeros(len(ids), bool)
-        if self.offsets is not None:
-            first, end = np.searchsorted(self.offsets, (start + 1, start + len(ids)))
-            out[self.offsets[first:end] - start] = True
-        else:
-            out[1:] = ids[:-1] == self.eos
-        return out
+    def borders(self, start: int, ids: np.ndarray) -> np.ndarray:
+        """Which of the tokens ids = self.ids[start : start + n], but the first, begin a document: positions in ids, ascending."""
+        if self.offsets is None:
+            return np.flatnonzero(ids[:-1] == self.eos) + 1
+        first = self.offsets.searchsorted(start + 1)
+        end = first + self.offsets[first : first + len(ids)].searchsorted(start + len(ids))
+        found = self.offsets[first:end] - start
+        # An empty document begins where the next one does.
+        return np.unique(found) if (found[1:] == found[:-1]).any() else found
 
 
 def concatenated(name: str, documents: list[np.ndarray], vocab_size: int, dtype: np.dtype, eos: int | None) -> Store:
@@ -239,18 +239,40 @@ def open_split(directory: Path, manifest: dict[str, Any], split: str) -> Store:
     )
 
 
-class Rows:
-    """Random access to a store's rows of seq_len positions: row i covers tokens i*seq_len .. (i+1)*seq_len, its last token
-    only as a target. A row is a dict of
+# ---- rows
+
+
+Row = dict[str, np.ndarray]
+
+TOKENS = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}  # of every row
+ISOLATED = TOKENS | {"segments": np.int32, "positions": np.int32}  # of rows whose documents do not see one another
+
+
+def blank(fields: dict[str, Any], *shape: int) -> Row:
+    """Padding: id 0, weight 0, segment 0."""
+    return {name: np.zeros(shape, dtype) for name, dtype in fields.items()}
+
+
+def filled(rows: Any, i: Any) -> Row:
+    """Row i of Rows or PackedRows, as a dict of
 
     inputs, targets:     int32 [seq_len], targets being the inputs shifted by one;
-    weights:             float32 [seq_len], 0 where the target must not count: padding, and with `isolate` a next document;
-    segments, positions: int32 [seq_len], with `isolate` only: the document's number in the row from 1, 0 for padding; and the
+    weights:             float32 [seq_len], 0 where the target must not count: padding, masked tokens, a next document;
+    segments, positions: int32 [seq_len], of ISOLATED rows only: the document's number in the row from 1, 0 for padding; and the
                          position in the document.
-
-    `tail`: the last tokens, too few for a row, make a padded one (for evaluation: each token counts once); else they are left
-    out.
     """
+    i = int(i)
+    if not 0 <= i < len(rows):
+        raise IndexError(f"row {i} of {len(rows)}")
+    row = blank(rows.fields, rows.seq_len)
+    rows.fill(i, row)
+    return row
+
+
+class Rows:
+    """Random access to a store's rows of seq_len positions: row i covers tokens i*seq_len .. (i+1)*seq_len, its last token
+    only as a target. `isolate`: documents that share a row do not see each other. `tail`: the last tokens, too few for a row,
+    make a padded one (for evaluation: each token counts once); else they are left out."""
 
     def __init__(self, store: Store, seq_len: int, *, isolate: bool = False, tail: bool = False):
         if len(store) < (2 if tail else seq_len + 1):
@@ -259,37 +281,30 @@ class Rows:
             raise ValueError(
                 f"{store.name}: data.isolate_documents=True needs to know where documents end; set data.eos_id"
             )
-        self._store, self._seq_len, self._isolate = store, seq_len, isolate
+        self.store, self.seq_len, self.fields = store, seq_len, ISOLATED if isolate else TOKENS
+        self._isolate, self._count = isolate, np.arange(seq_len, dtype=np.int32)
         self._len = -(-(len(store) - 1) // seq_len) if tail else (len(store) - 1) // seq_len
 
     def __len__(self) -> int:
         return self._len
 
     def __repr__(self) -> str:  # stable: Grain logs it
-        return f"Rows({self._store.name!r}, seq_len={self._seq_len}, rows={self._len})"
+        return f"Rows({self.store.name!r}, seq_len={self.seq_len}, rows={self._len})"
 
-    def __getitem__(self, i: Any) -> dict[str, np.ndarray]:
-        i = int(i)
-        if not 0 <= i < self._len:
-            raise IndexError(f"row {i} of {self._len}")
-        start = i * self._seq_len
-        window = self._store.window(start, start + self._seq_len + 1)
+    __getitem__ = filled
+
+    def fill(self, i: int, row: Row) -> None:
+        """Writes row i over a blank one."""
+        start = i * self.seq_len
+        window = self.store.window(start, start + self.seq_len + 1)
         n = len(window) - 1
-
-        def padded(values: Any, dtype: type) -> np.ndarray:
-            out = np.zeros(self._seq_len, dtype)
-            out[:n] = values
-            return out
-
-        row = {
-            "inputs": padded(window[:-1], np.int32),
-            "targets": padded(window[1:], np.int32),
-            "weights": padded(self._store.counts(start + 1, start + n + 1), np.float32),
-        }
+        row["inputs"][:n], row["targets"][:n] = window[:-1], window[1:]
+        row["weights"][:n] = self.store.counts(start + 1, start + n + 1)
         if self._isolate:
-            begins = self._store.begins(start, window)
-            here = np.arange(n)
-            row["weights"][:n] *= ~begins[1:]
-            row["segments"] = padded(np.cumsum(begins[:n]) + 1, np.int32)
-            row["positions"] = padded(here - np.maximum.accumulate(here * begins[:n]), np.int32)
-        return row
+            borders = self.store.borders(start, window)
+            row["weights"][borders - 1] = 0
+            begin = 0
+            for number, end in enumerate([*borders.tolist(), n], 1):
+                row["segments"][begin:end] = number
+                row["positions"][begin:end] = self._count[: min(end, n) - begin]
+                begin = end

@@ -158,16 +158,16 @@ class HuggingFaceTokenizer:
         self.path, self.name = path, str(path)
         try:
             self.contents = path.read_bytes()
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(self.contents)
+            self.library = tokenizers.Tokenizer.from_buffer(self.contents)
         except OSError as e:
             raise ValueError(f"{path}: {e.strerror}") from None
         except Exception as e:  # it raises nothing narrower
             raise ValueError(f"{path}: no tokenizer.json of Hugging Face's tokenizers: {e}") from None
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self.library.no_padding()
+        self.library.no_truncation()
         # A document that mentions <|endoftext|> must not end there.
-        self._tokenizer.encode_special_tokens = True
-        self._vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.library.encode_special_tokens = True
+        self._vocabulary = self.library.get_vocab(with_added_tokens=True)
         self.specials = self._named_specials()
 
     @functools.cached_property
@@ -204,7 +204,7 @@ class HuggingFaceTokenizer:
         kinds = {d["type"] for d in decoder.get("decoders", [decoder]) if "type" in d}
         if kinds != {"ByteLevel"}:
             return None
-        added = self._tokenizer.get_added_tokens_decoder()
+        added = self.library.get_added_tokens_decoder()
         letters, pieces = bytes_of_letters(), [b""] * self.vocab_size
         for token, i in self._vocabulary.items():
             if i in added:  # spelt as text
@@ -219,7 +219,7 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Ids of each text, encoded on as many threads as the library takes (RAYON_NUM_THREADS)."""
-        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        found = self.library.encode_batch_fast(texts, add_special_tokens=False)
         dtype = id_dtype(self.vocab_size)
         return [np.array(e.ids, dtype) for e in found]
 
@@ -230,7 +230,7 @@ class HuggingFaceTokenizer:
         ids = np.asarray(ids)
         if self._pieces is not None:
             return b"".join(self._pieces[i] for i in ids)
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True).encode()
+        return self.library.decode(ids.tolist(), skip_special_tokens=True).encode()
 
 
 TOKENIZERS = {  # name -> tokenizer for these (source, text) documents
