@@ -31,7 +31,7 @@ from minitf.data.packing import add_plan
 from minitf.data.tokenizer import HuggingFaceTokenizer, make_tokenizer
 from tools import documents
 
-ROWS = 4000  # read in each round
+ROWS, BATCH = 4096, 32  # read in each round; in a batch
 
 
 def spread(values: list[float]) -> str:
@@ -120,9 +120,9 @@ def reading(directory: Path, seq_len: int, rounds: int) -> dict[str, list[float]
             out.setdefault(name, []).append(cpu_us(read, places))
         for name, settings in kinds.items():
             changed = datasets.DataConfig(kind="store", path=str(directory), **settings)
-            batches = pipeline.batches(pipeline.training_rows(store, seq_len, changed, 0), 8, layout, changed)
+            batches = pipeline.batches(pipeline.training_rows(store, seq_len, changed, 0), BATCH, layout, changed)
             next(batches)
-            took = cpu_us(lambda _, b=batches: jax.block_until_ready(next(b)), list(range(ROWS // 8))) / 8
+            took = cpu_us(lambda _, b=batches: jax.block_until_ready(next(b)), list(range(ROWS // BATCH))) / BATCH
             out.setdefault(f"the whole pipeline, {name}", []).append(took)
             batches.close()
     return out
