@@ -209,6 +209,23 @@ def test_rolling_log_likelihood_agrees_with_bits_per_byte(model):
     assert -sum(found) / math.log(2) / sum(map(len, texts)) == pytest.approx(ours["bits_per_byte"], abs=1e-5)
 
 
+def test_greedy_text_is_that_of_the_plain_forward_and_ends_at_a_stop_string(model):
+    pytest.importorskip("lm_eval")
+    from types import SimpleNamespace
+
+    from minitf import harness
+
+    lm = harness.Model(model, BYTES, make_mesh("1"))
+    ids = list(b"some context")
+    step = jax.jit(lambda ids: forward(model.params, ids, model.cfg.model)[0, -1, : BYTES.vocab_size].argmax())
+    for _ in range(4):
+        ids.append(int(step(np.array([ids]))))
+    expected = BYTES.decode(np.array(ids[12:])).decode(errors="replace")
+    ask = lambda **settings: lm.generate_until([SimpleNamespace(args=("some context", settings))])
+    assert ask(until=[], max_gen_toks=4) == [expected]
+    assert ask(until=["\0\0", expected[2:]], max_gen_toks=40) == [expected[:2]]
+
+
 TASK = """\
 task: letters
 dataset_path: json

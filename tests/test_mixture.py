@@ -117,3 +117,14 @@ def test_a_mixture_is_reached_by_index_from_any_place():
     assert drawn(rows[37:], 0, 20) == drawn(rows, 37, 57)
     far = 3 * PERIOD + 5
     assert len(list(itertools.islice(iter(rows[far:]), 3))) == 3
+
+
+def test_beyond_a_period_each_store_goes_on_where_it_was():
+    weights = (0.4, 0.6)
+    rows = mixed_rows(stores(11, 13), [Phase(8, weights, (3, 5))], 4, DataConfig(), seed=5)
+    alone = [pipeline.training_rows(s, 4, DataConfig(), 5) for s in stores(11, 13)]
+    chosen, _, _ = order(weights)
+    for n in (0, 7, PERIOD - 1, PERIOD, PERIOD + 9, 3 * PERIOD + 5):
+        d = int(chosen[n % PERIOD])
+        place = (3, 5)[d] + int(counted(weights, n)[d])
+        assert drawn(rows, 8 + n, 9 + n) == drawn(alone[d], place, place + 1)
