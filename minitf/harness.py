@@ -72,10 +72,11 @@ class Model(TemplateLM):
         """The function over at most batch_size rows, padded at their ends; its results for these rows."""
         batch = {}
         for name, value in rows[0].items():
-            shape = (self._batch_size, length) if np.ndim(value) else (self._batch_size,)
-            batch[name] = np.zeros(shape, bool if name == "counts" else np.int32)
-            for to, row in zip(batch[name], rows, strict=False):
-                to[: np.size(row[name])] = row[name]
+            of_positions = (length,) if np.ndim(value) else ()
+            batch[name] = np.zeros((self._batch_size, *of_positions), bool if name == "counts" else np.int32)
+            for r, row in enumerate(rows):
+                place = (r, slice(len(row[name]))) if of_positions else r
+                batch[name][place] = row[name]
         layout = sharding.batch_sharding(self._mesh)
         with surroundings(self._mesh, self._cfg.dtype):
             found = function(self._model.params, {k: jax.device_put(v, layout) for k, v in batch.items()})
