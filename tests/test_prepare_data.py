@@ -23,7 +23,8 @@ from common import ROOT
 
 from minitf.data import store
 from minitf.data.tokenizer import ByteTokenizer, load_tokenizer
-from tools import documents, prepare_data, train_tokenizer
+from tools import prepare_data, train_tokenizer
+from tools.preparation import directory, documents, duplicates, long_texts, tokens, workers
 
 SPELT = "here <|endoftext|> ends <|im_end|> nothing"
 MARKED = "\ufeffa\r\nb\n\n\tc"  # a mark, both line ends, none at the end
@@ -161,7 +162,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_kind_of_file_gives_the_same_documents(tmp_path, monkeypatch, bpe, source):
-    monkeypatch.setattr(documents, "UNIT", 100)  # so that units end inside of lines and documents
+    monkeypatch.setattr(documents, "unit_size", lambda total: 100)  # so that units end inside of lines and documents
     path = SOURCES[source](tmp_path)
     key = {"text_key": "meta.a.text"} if "nested" in source else {}
     for tokenizer in ["bytes"] if source == "ids" else ["bytes", bpe]:
@@ -195,13 +196,18 @@ def test_each_document_is_in_one_unit_wherever_units_end(tmp_path, source):
         assert [text(r.parts()).decode() for r in records] == values
 
 
+def test_units_are_small_enough_for_many_cores_and_large_enough_to_be_few():
+    megabytes = [1, 100, 1000, 10_000, 100_000, 10_000_000]
+    assert [documents.unit_size(n << 20) / 2**20 for n in megabytes] == [8, 8, 15.625, 156.25, 256, 256]
+
+
 def test_standard_input_is_lines_of_json(tmp_path, monkeypatch, capsys):
     lines = "".join(json.dumps(r) + "\n" for r in as_records(TEXTS)).encode()
     stdin = lambda: monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
     stdin()
     whole = contents(prepare(tmp_path / "out", "-", no_shuffle=True))
     # Killed after some of it: it begins again, and says so.
-    monkeypatch.setattr(prepare_data, "CHUNK", 200)
+    monkeypatch.setattr(tokens, "CHUNK", 200)
     stdin()
     kill_at(monkeypatch, 4)
     with pytest.raises(Killed):
@@ -336,13 +342,13 @@ ALPHABET = [
 def test_pieces_of_a_text_give_the_ids_of_the_whole(bpe):
     tokenizer = load_tokenizer(Path(bpe) / "tokenizer.json")
     rng = random.Random(0)
-    fits = functools.partial(documents.keeps_ids, tokenizer)
+    fits = functools.partial(long_texts.keeps_ids, tokenizer)
     cuts = 0
     for _ in range(10):
         text = "".join(rng.choice(ALPHABET) * rng.choice([1, 1, 1, 1, 9]) for _ in range(1500)).encode()
         ends = sorted(rng.sample(range(len(text)), 3))
         blocks = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
-        found = list(documents.pieces(blocks, fits, size=64))
+        found = list(long_texts.pieces(blocks, fits, size=64))
         assert b"".join(found) == text
         cuts += len(found) - 1
         assert np.array_equal(np.concatenate([tokenizer.encode(p) for p in found]), tokenizer.encode(text))
@@ -356,15 +362,15 @@ def test_a_long_run_of_newlines_is_not_cut(tmp_path):
     assert len(tokenizer.encode(b"\n" * 1024)) < 200  # several newlines are one token
     for n in range(8):
         text = b"a b\n" * 300 + b"\n" * (5000 + n) + b"a b\n" * 900
-        found = list(documents.pieces([text], functools.partial(documents.keeps_ids, tokenizer), size=1000))
+        found = list(long_texts.pieces([text], functools.partial(long_texts.keeps_ids, tokenizer), size=1000))
         assert len(found) > 2
         assert np.array_equal(np.concatenate([tokenizer.encode(p) for p in found]), tokenizer.encode(text))
 
 
 def test_a_text_that_cannot_be_cut_is_refused(bpe):
-    fits = functools.partial(documents.keeps_ids, load_tokenizer(Path(bpe) / "tokenizer.json"))
+    fits = functools.partial(long_texts.keeps_ids, load_tokenizer(Path(bpe) / "tokenizer.json"))
     with pytest.raises(ValueError, match="without a newline or space at which it could be cut"):
-        list(documents.pieces([b"x" * 10_000], fits, size=100, window=5000))
+        list(long_texts.pieces([b"x" * 10_000], fits, size=100, window=5000))
 
 
 def test_long_documents_are_stored_as_short_ones(tmp_path, monkeypatch, bpe):
@@ -376,8 +382,8 @@ def test_long_documents_are_stored_as_short_ones(tmp_path, monkeypatch, bpe):
         (folder / f"{i}.txt").write_bytes(text.encode())
     expected = {t: contents(prepare(tmp_path / f"{len(t)}", folder, tokenizer=t, dedup="near")) for t in ("bytes", bpe)}
     monkeypatch.setattr(documents, "BLOCK", 999)
-    monkeypatch.setattr(prepare_data, "BATCH", 700)
-    monkeypatch.setattr(documents, "pieces", functools.partial(documents.pieces, size=150))
+    monkeypatch.setattr(tokens, "BATCH", 700)
+    monkeypatch.setattr(long_texts, "pieces", functools.partial(long_texts.pieces, size=150))
     for tokenizer, files in expected.items():
         assert (
             contents(prepare(tmp_path / f"again{len(tokenizer)}", folder, tokenizer=tokenizer, dedup="near")) == files
@@ -390,13 +396,27 @@ def test_long_documents_are_stored_as_short_ones(tmp_path, monkeypatch, bpe):
 def test_the_number_of_workers_changes_nothing(tmp_path, monkeypatch, bpe):
     path = write_lines(tmp_path / "x.jsonl", as_records(TEXTS))
     options = dict(tokenizer=bpe, shard_tokens=300, val_fraction=0.2)
-    monkeypatch.setattr(documents, "UNIT", 700)
+    monkeypatch.setattr(documents, "unit_size", lambda total: 700)
     one = contents(prepare(tmp_path / "one", path, **options))
     two = contents(prepare(tmp_path / "two", path, **options, workers=2))
     assert one == two
     assert "train-00002.bin" in one
     assert max(s["tokens"] for s in store.read_manifest(tmp_path / "one")["splits"]["train"]["shards"]) <= 300
     assert not multiprocessing_children()
+
+
+def note(path, size, say):
+    """What workers of the next test do."""
+    with open(path / str(os.getpid()), "a") as f:
+        f.write(f"{size}\n")
+
+
+def test_the_largest_tasks_come_first(tmp_path):
+    sizes = [3, 1, 4, 1, 5, 9, 2, 6]
+    workers.parallel("test", note, [workers.Task((tmp_path, n - 1), n, done=1) for n in sizes], 2)
+    done = [list(map(int, file.read_text().split())) for file in tmp_path.iterdir()]
+    assert all(of_a_worker == sorted(of_a_worker, reverse=True) for of_a_worker in done)
+    assert sorted(size for of_a_worker in done for size in of_a_worker) == sorted(n - 1 for n in sizes)
 
 
 def multiprocessing_children():
@@ -409,7 +429,7 @@ class Killed(BaseException):
 
 def kill_at(monkeypatch, number, after=False):
     """The number-th record that the tool writes is its last deed, or what it no longer does."""
-    real, calls = prepare_data.write_durably, []
+    real, calls = directory.write_durably, []
 
     def write(path, data):
         calls.append(path)
@@ -419,7 +439,7 @@ def kill_at(monkeypatch, number, after=False):
             raise Killed
         real(path, data)
 
-    monkeypatch.setattr(prepare_data, "write_durably", write)
+    monkeypatch.setattr(directory, "write_durably", write)
 
 
 def leave_torn(unfinished):
@@ -442,14 +462,16 @@ def test_no_kill_changes_the_store(tmp_path, monkeypatch, capsys, bpe, after):
     options = dict(
         tokenizer=bpe, format="chat", dedup="near", skip_bad=True, val_fraction=0.3, shard_tokens=900, pack=[16]
     )
-    monkeypatch.setattr(documents, "UNIT", 4000)
-    monkeypatch.setattr(prepare_data, "CHUNK", 700)
-    monkeypatch.setattr(prepare_data, "BATCH", 300)
+    monkeypatch.setattr(documents, "unit_size", lambda total: 4000)
+    monkeypatch.setattr(tokens, "CHUNK", 700)
+    monkeypatch.setattr(tokens, "BATCH", 300)
     whole = contents(prepare(tmp_path / "whole", path, **options))
     out, kills = tmp_path / "killed", 0
     for _ in range(100):
         with monkeypatch.context() as patch:
             kill_at(patch, 3, after)
+            later = 4000 + 500 * kills  # the units stay those of the first run
+            patch.setattr(documents, "unit_size", lambda total, size=later: size)
             try:
                 assert run(out, path, **options) == 0
                 break
@@ -485,7 +507,7 @@ def test_a_text_stays_in_its_split(tmp_path):
 
 
 def test_of_exact_duplicates_the_first_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "UNIT", 200)
+    monkeypatch.setattr(documents, "unit_size", lambda total: 200)
     values = ["a", "b", "a", "c ", "c", "b"] + TEXTS + TEXTS
     path = write_lines(tmp_path / "x.jsonl", as_records(values))
     out = prepare(tmp_path / "out", path, dedup="exact", no_shuffle=True, val_fraction=0)
@@ -494,7 +516,7 @@ def test_of_exact_duplicates_the_first_stays(tmp_path, monkeypatch):
 
 
 def test_of_near_duplicates_the_first_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "UNIT", 5000)
+    monkeypatch.setattr(documents, "unit_size", lambda total: 5000)
     rng = random.Random(0)
     words = [f"word{i}" for i in range(500)]
     different = [" ".join(rng.choices(words, k=200)) for _ in range(20)]
@@ -525,23 +547,23 @@ def test_of_near_duplicates_the_first_stays(tmp_path, monkeypatch):
 
 def test_a_signature_depends_on_the_words_alone():
     text = " ".join(TEXTS[5:20]).encode()
-    whole = prepare_data.Shingles()
+    whole = duplicates.Shingles()
     whole.add(text)
     for size in (1, 7, 50):
-        parts = prepare_data.Shingles()
+        parts = duplicates.Shingles()
         for i in range(0, len(text), size):
             parts.add(text[i : i + size])
         assert np.array_equal(parts.signature(), whole.signature())
 
 
 def test_documents_that_agree_in_one_band_only_stay(tmp_path):
-    signatures = np.random.default_rng(0).integers(0, 2**32, (4, prepare_data.PERMUTATIONS), np.uint32)
+    signatures = np.random.default_rng(0).integers(0, 2**32, (4, duplicates.PERMUTATIONS), np.uint32)
     signatures[1, :13] = signatures[0, :13]
-    signatures[3, : int(0.9 * prepare_data.PERMUTATIONS)] = signatures[2, : int(0.9 * prepare_data.PERMUTATIONS)]
+    signatures[3, : int(0.9 * duplicates.PERMUTATIONS)] = signatures[2, : int(0.9 * duplicates.PERMUTATIONS)]
     signatures.astype("<u4").tofile(tmp_path / "near")
-    found = prepare_data.Signatures(SimpleNamespace(unit=lambda i, suffix: tmp_path / suffix), [4])
-    assert prepare_data.nearly_repeated(found, np.arange(4), 0.8).tolist() == [3]
-    assert prepare_data.nearly_repeated(found, np.arange(3), 0.8).tolist() == []
+    found = duplicates.Signatures([tmp_path / "near"], [4])
+    assert duplicates.nearly_repeated(found, np.arange(4), 0.8).tolist() == [3]
+    assert duplicates.nearly_repeated(found, np.arange(3), 0.8).tolist() == []
 
 
 # ---- refusals
@@ -562,7 +584,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
 def test_a_bad_line_is_named_or_left_out(tmp_path, monkeypatch, capsys, bad):
-    monkeypatch.setattr(documents, "UNIT", 50 if len(bad) < 10_000 else 5000)
+    monkeypatch.setattr(documents, "unit_size", lambda total: 50 if len(bad) < 10_000 else 5000)
     monkeypatch.setattr(documents, "LINE", 2000 if "longer" in BAD[bad] else 2**28)
     good = "".join(json.dumps(r) + "\n\n" for r in as_records(TEXTS[5:15])).encode()
     bad_line = bad if isinstance(bad, bytes) else bad.encode()
@@ -654,7 +676,7 @@ def test_other_settings_and_inputs_are_refused(tmp_path, monkeypatch, capsys):
     assert "--seed: 0 -> 3" in message
     assert "--dedup: none -> exact" in message
     # An unfinished one, and another file under the same name.
-    monkeypatch.setattr(prepare_data, "CHUNK", 300)
+    monkeypatch.setattr(tokens, "CHUNK", 300)
     with monkeypatch.context() as patch:
         kill_at(patch, 4)
         with pytest.raises(Killed):
@@ -671,6 +693,29 @@ def test_other_settings_and_inputs_are_refused(tmp_path, monkeypatch, capsys):
     assert contents(overwritten) == contents(prepare(tmp_path / "new", path, seed=3))
 
 
+def test_a_store_lists_its_inputs_in_a_file_of_its_own(tmp_path, capsys):
+    paths = [write_lines(tmp_path / f"{name}.jsonl", as_records(TEXTS)) for name in "abc"]
+    out = prepare(tmp_path / "out", *paths[:2])
+    listed = (out / "inputs.json").read_bytes()
+    assert [i["path"] for i in json.loads(listed)] == list(map(str, paths[:2]))
+    assert store.read_manifest(out)["prepared"]["inputs"] == {
+        "files": 2,
+        "bytes": sum(p.stat().st_size for p in paths[:2]),
+        "sha256": hashlib.sha256(listed).hexdigest(),
+    }
+    assert "a.jsonl" not in (out / "manifest.json").read_text()
+    size = paths[2].stat().st_size
+    assert f"--input {paths[2]}: not an input -> {size} bytes" in refused(capsys, out, *paths)
+    assert "--input: the same files in another order" in refused(capsys, out, *paths[1::-1])
+    for change in (lambda: (out / "inputs.json").write_bytes(listed[:-2]), (out / "inputs.json").unlink):
+        change()
+        assert "inputs.json, which lists its inputs, is missing or has changed" in refused(capsys, out, *paths[:2])
+        assert run(out, verify=True) == 1
+        assert "inputs.json: " in capsys.readouterr().out
+    prepare(out, *paths[:2], overwrite=True)
+    assert (out / "inputs.json").read_bytes() == listed
+
+
 def test_what_is_no_store_is_left_alone(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("x")
     for name in ("notes.md", "train-00000.bin"):
@@ -684,7 +729,7 @@ def test_what_is_no_store_is_left_alone(tmp_path, capsys):
 
 def test_two_at_a_time_are_refused(tmp_path, capsys):
     path = write_lines(tmp_path / "x.jsonl", as_records(TEXTS))
-    with prepare_data.claim(tmp_path / "out"):
+    with directory.claim(tmp_path / "out"):
         assert "another process is preparing it" in refused(capsys, tmp_path / "out", path)
     prepare(tmp_path / "out", path)
 
@@ -723,8 +768,9 @@ def test_plans_can_come_later(tmp_path, capsys):
 
 SMALL_UNITS = """
 import sys
-from tools import documents, prepare_data
-documents.UNIT = 1 << 20
+from tools import prepare_data
+from tools.preparation import documents
+documents.unit_size = lambda total: 1 << 20
 sys.exit(prepare_data.main(sys.argv[1:]))
 """
 
@@ -763,8 +809,8 @@ def test_kill_9_in_the_middle_changes_nothing(tmp_path, many, bpe):
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         assert not (out / "manifest.json").exists()
-    for directory in (out, tmp_path / "whole"):
-        process = start(directory, many, **options)
+    for path in (out, tmp_path / "whole"):
+        process = start(path, many, **options)
         _, err = process.communicate()
         assert process.returncode == 0, err
     assert contents(out) == contents(tmp_path / "whole")
@@ -776,10 +822,10 @@ def test_no_process_is_left_behind(tmp_path, many, bpe, what):
     process = start(tmp_path / "out", many, tokenizer=bpe)
     wait_for_units(process, tmp_path / "out", 1)
     children = psutil.Process(process.pid).children(recursive=True)
-    workers = [p for p in children if "spawn_main" in " ".join(p.cmdline())]
-    assert len(workers) == 2
+    found = [p for p in children if "spawn_main" in " ".join(p.cmdline())]
+    assert len(found) == 2
     if what == "a worker":
-        workers[1].kill()
+        found[1].kill()
     elif what == "the tool":
         process.kill()
     else:

@@ -29,7 +29,7 @@ from minitf import sharding
 from minitf.data import datasets, pipeline
 from minitf.data.packing import add_plan
 from minitf.data.tokenizer import HuggingFaceTokenizer, make_tokenizer
-from tools import documents
+from tools.preparation import documents
 
 ROWS, BATCH = 4096, 32  # read in each round; in a batch
 
@@ -43,7 +43,7 @@ def spread(values: list[float]) -> str:
 
 def texts_of(inputs: list[str]) -> list[bytes]:
     """All documents' texts, in memory."""
-    spans = [s for unit in documents.make_units(documents.find_files(inputs), documents.UNIT) for s in unit]
+    spans = [span for path in documents.find_files(inputs) for span in documents.spans_of(path)]
     records = documents.read_records(spans, documents.Reading(), documents.Position())
     return [b"".join(itertools.chain(*(blocks for blocks, _ in record.parts()))) for record in records]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from minitf.data.packing import write_durably
 from minitf.data.store import MANIFEST
 from minitf.data.tokenizer import CONFIG, FILE, SPELLINGS, make_tokenizer
-from tools import documents
+from tools.preparation import documents, long_texts
 
 SPECIALS = [SPELLINGS[role][0] for role in ("eos", "turn_start", "turn_end")]
 SAMPLE = 4 << 20  # bytes of text on which the result is measured
@@ -29,8 +29,7 @@ def read_texts(paths: list[str], text_key: str, max_bytes: int | None) -> Iterat
     from tqdm import tqdm
 
     left = max_bytes
-    units, position = documents.make_units(paths, documents.UNIT), documents.Position()
-    spans = [span for unit in units for span in unit]
+    spans, position = [span for path in paths for span in documents.spans_of(path)], documents.Position()
     total = sum(span.size for span in spans)
     with tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
         for record in documents.read_records(spans, documents.Reading(text_key=text_key), position):
@@ -42,7 +41,7 @@ def read_texts(paths: list[str], text_key: str, max_bytes: int | None) -> Iterat
                 raise ValueError(f"{record.where()}: {e}") from None
             for blocks, _ in parts:
                 # Where a long text is cut decides over one word in many thousands.
-                for piece in documents.pieces(blocks, lambda before, behind: True):
+                for piece in long_texts.pieces(blocks, lambda before, behind: True):
                     text = piece if left is None else piece[:left]
                     left = None if left is None else left - len(text)
                     bar.update(position.bytes - bar.n)

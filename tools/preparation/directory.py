@@ -1,0 +1,116 @@
+"""The directory of a store: whose it is, what the store is made of, and that one process at a time is at it."""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from minitf.data import store
+from minitf.data.packing import write_durably
+from minitf.data.tokenizer import CONFIG, FILE
+from tools.preparation.documents import STDIN
+
+INPUTS = "inputs.json"  # every file that a store was made of
+UNFINISHED = "unfinished"  # the directory of what is needed until then
+BEGUN = "begun.json"  # in it: what the store shall be made of
+OURS = re.compile(
+    rf"({'|'.join(store.SPLITS)})-(\d{{5,}}\.(bin|idx|mask)|.+\.plan)(\.part)?|({store.MANIFEST}|{INPUTS})(\.part)?|{UNFINISHED}"
+)
+
+
+def write_json(path: Path, tree: Any) -> str:
+    """The sha256 of what is now there, whole and on the disk."""
+    contents = (json.dumps(tree, indent=2) + "\n").encode()
+    write_durably(path, contents)
+    return hashlib.sha256(contents).hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """None where there is no such file."""
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+# ---- what a store is, or shall be, made of
+
+
+def describe_inputs(paths: list[str]) -> list[dict[str, Any]]:
+    """So that another file under the same name is noticed."""
+    stats = {path: None if path == STDIN else os.stat(path) for path in paths}
+    return [{"path": path, "size": s and s.st_size, "mtime_ns": s and s.st_mtime_ns} for path, s in stats.items()]
+
+
+def size_of(inputs: list[dict[str, Any]]) -> int:
+    return sum(i["size"] or 0 for i in inputs)  # standard input's is not known
+
+
+def made_of(directory: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """{settings, inputs} of a finished store; None: its list of inputs is not there as it was."""
+    path, prepared = directory / INPUTS, manifest["prepared"]
+    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != prepared["inputs"]["sha256"]:
+        return None
+    return {"settings": prepared["settings"], "inputs": read_json(path)}
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Lines `name: old -> new` of two of {settings, inputs}."""
+    lines = [
+        f"--{k}: {old['settings'].get(k)} -> {v}" for k, v in new["settings"].items() if old["settings"].get(k) != v
+    ]
+    before, now = ({i["path"]: i for i in x["inputs"]} for x in (old, new))
+
+    def state(inputs: dict[str, Any], path: str) -> str:
+        if path not in inputs:
+            return "not an input"
+        return f"{inputs[path]['size']} bytes of mtime_ns {inputs[path]['mtime_ns']}"
+
+    for path in {**before, **now}:
+        if before.get(path) != now.get(path):
+            lines.append(f"--input {path}: {state(before, path)} -> {state(now, path)}")
+    if not lines and list(before) != list(now):
+        lines.append("--input: the same files in another order")
+    return lines
+
+
+# ---- the directory
+
+
+def foreign(directory: Path, of_a_store: bool) -> list[str]:
+    """Names in a directory that this tool did not write."""
+    if not directory.exists():
+        return []
+    known = OURS.fullmatch if of_a_store else lambda name: name == UNFINISHED
+    return sorted(p.name for p in directory.iterdir() if not known(p.name) and p.name not in (FILE, CONFIG))
+
+
+def claim(directory: Path) -> BinaryIO:
+    """A file that is locked as long as it is open. Raises ValueError where another process has it."""
+    (directory / UNFINISHED).mkdir(parents=True, exist_ok=True)
+    lock = open(directory / UNFINISHED / "lock", "ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--output {directory}: another process is preparing it") from None
+    return lock
+
+
+def clear(directory: Path) -> None:
+    """Removes a store, finished or not. A tokenizer stays: it may be the one in use. Killed on the way, what is left says of
+    nothing that it is done which is not."""
+    (directory / store.MANIFEST).unlink(missing_ok=True)
+    unfinished = [p for p in (directory / UNFINISHED).iterdir() if p.name not in (BEGUN, "lock")]
+    records = [p for p in unfinished if p.suffix == ".json"]
+    ours = [p for p in directory.iterdir() if OURS.fullmatch(p.name) and p.name != UNFINISHED]
+    for path in (*records, *unfinished, *ours, directory / UNFINISHED / BEGUN):
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """A file's, or a directory's, contents on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

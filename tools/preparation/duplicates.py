@@ -1,0 +1,116 @@
+"""Documents that repeat others: exactly, by the hash of their text, or nearly, by the MinHash signature of their words."""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from tools.preparation import documents
+
+PERMUTATIONS, SHINGLE = 128, 5  # of MinHash; words
+NEIGHBOURS = 16  # documents of equal hash that each is compared with
+
+
+class Shingles:
+    """MinHash signature of a document's words, five at a time, from its text piece by piece."""
+
+    def __init__(self) -> None:
+        from datasketch import MinHash
+
+        self._hash = MinHash(PERMUTATIONS, hashfunc=zlib.crc32)
+        self._words: list[bytes] = []  # the last ones, too few for a shingle
+        self._rest = b""  # of a word
+        self._any = False
+
+    def add(self, piece: bytes) -> None:
+        text = self._rest + piece
+        words = text.split()
+        # The last word may go on in the next piece.
+        self._rest = words.pop() if words and not text[-1:].isspace() and len(words[-1]) < documents.BLOCK else b""
+        self._update(words)
+
+    def _update(self, words: list[bytes]) -> None:
+        words = self._words + words
+        for first in range(0, len(words) - SHINGLE + 1, 1 << 13):  # its arrays have a row for each
+            last = min(first + (1 << 13), len(words) - SHINGLE + 1)
+            self._hash.update_batch([b" ".join(words[i : i + SHINGLE]) for i in range(first, last)])
+            self._any = True
+        self._words = words[-(SHINGLE - 1) :]
+
+    def signature(self) -> np.ndarray:
+        self._update([self._rest] if self._rest else [])
+        if not self._any:  # a document of fewer words
+            self._hash.update(b" ".join(self._words))
+        return self._hash.hashvalues.astype("<u4")
+
+
+def repeated(shas: np.ndarray) -> np.ndarray:
+    """bool [documents]: whether an earlier document has the same hash [documents, 2]."""
+    order = np.lexsort((shas[:, 1], shas[:, 0]))  # stable: equal ones stay in order
+    out = np.zeros(len(shas), bool)
+    out[order[1:]] = (shas[order[1:]] == shas[order[:-1]]).all(axis=1)
+    return out
+
+
+class Signatures:
+    """uint32 [documents, PERMUTATIONS] on the disk."""
+
+    def __init__(self, files: list[Path], lengths: list[int]):
+        self.parts = [
+            np.memmap(file, "<u4", "r", shape=(n, PERMUTATIONS)) if n else np.zeros((0, PERMUTATIONS), "<u4")
+            for file, n in zip(files, lengths, strict=True)
+        ]
+        self.starts = np.cumsum([0, *lengths])
+
+    def band(self, first: int, rows: int) -> np.ndarray:
+        """uint64 [documents]: a hash of some columns."""
+        keys = np.zeros(self.starts[-1], np.uint64)
+        for part, start in zip(self.parts, self.starts, strict=False):
+            here = keys[start : start + len(part)]
+            for column in range(first, first + rows):
+                here ^= part[:, column]
+                here *= np.uint64(0x9E3779B97F4A7C15)
+                here ^= here >> np.uint64(32)
+        return keys
+
+    def of(self, which: np.ndarray) -> np.ndarray:
+        out = np.empty((len(which), PERMUTATIONS), np.uint32)
+        units = np.searchsorted(self.starts, which, side="right") - 1
+        for unit in np.unique(units):
+            here = units == unit
+            out[here] = self.parts[unit][which[here] - self.starts[unit]]
+        return out
+
+
+def nearly_repeated(signatures: Signatures, among: np.ndarray, threshold: float) -> np.ndarray:
+    """Which of the documents `among` (ascending) are like an earlier one of them: documents that agree in a band of their
+    signatures are compared, and what is alike in `threshold` of the signature hangs together."""
+    from datasketch import MinHashLSH
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    lsh = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
+    n = len(among)
+    group = np.arange(n)
+    for band in range(lsh.b):
+        keys = signatures.band(band * lsh.r, lsh.r)[among]
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        pairs = []
+        for distance in range(1, NEIGHBOURS + 1):
+            at = np.flatnonzero(keys[distance:] == keys[:-distance])
+            if not len(at):
+                break
+            a, b = order[at], order[at + distance]
+            apart = group[a] != group[b]
+            a, b = a[apart], b[apart]
+            for i in range(0, len(a), 1 << 14):
+                x, y = a[i : i + (1 << 14)], b[i : i + (1 << 14)]
+                alike = (signatures.of(among[x]) == signatures.of(among[y])).mean(axis=1) >= threshold
+                pairs.append((x[alike], y[alike]))
+        if pairs:
+            a, b = (group[np.concatenate(x)] for x in zip(*pairs, strict=True))
+            _, joined = connected_components(coo_array((np.ones(len(a), bool), (a, b)), shape=(n, n)), directed=False)
+            group = joined[group]
+    _, first = np.unique(group, return_index=True)
+    return np.delete(among, first)

@@ -1,0 +1,75 @@
+"""Long texts in pieces that are encoded one by one, and give the ids of the whole."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from minitf.data.tokenizer import HuggingFaceTokenizer
+from tools.preparation import documents
+
+PIECE = 128 << 10  # bytes of a long text that are encoded at a time
+NEAR = 512  # bytes on each side of a cut that decide whether it changes ids
+WINDOW = 16 << 20  # how far a cut is looked for
+
+
+def slices(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    for block in blocks:
+        yield from (block[i : i + documents.BLOCK] for i in range(0, len(block), documents.BLOCK))
+
+
+def place_for_cut(text: bytes, start: int, low: int, high: int, fits: Callable[[bytes, bytes], bool]) -> int | None:
+    """Where in low .. high the piece that begins at start may end: at a newline, else before a space."""
+    for mark, behind in ((b"\n", 1), (b"\n", 0), (b" ", 0)):
+        at = low
+        for _ in range(16):
+            found = text.find(mark, at, high)
+            if found < 0:
+                break
+            cut = found + behind
+            if fits(text[max(cut - NEAR, start) : cut], text[cut : cut + NEAR]):
+                return cut
+            at = found + 1 + (high - low) // 32
+    return None
+
+
+def pieces(
+    blocks: Iterable[bytes], fits: Callable[[bytes, bytes], bool], size: int = PIECE, window: int = WINDOW
+) -> Iterator[bytes]:
+    """A text in pieces of about `size`, cut only where `fits` says of what stands before and behind that it is right. Raises
+    ValueError where there is no such place in a window."""
+    text, low = b"", size
+    for block in blocks:
+        text, start = text + block, 0
+        while len(text) - start >= low + size + NEAR:
+            cut = place_for_cut(text, start, start + low, start + low + size, fits)
+            if cut is not None:
+                yield text[start:cut]
+                start, low = cut, size
+            elif low + size > window:
+                raise ValueError(
+                    f"a text has {window >> 20} MB without a newline or space at which it could be cut and keep its ids; "
+                    "break it into several documents"
+                )
+            else:
+                low += size
+        text = text[start:]
+    if text:
+        yield text
+
+
+def keeps_ids(tokenizer: HuggingFaceTokenizer, before: bytes, behind: bytes) -> bool:
+    """Whether a cut between two texts gives the ids of both together."""
+    left, right = before.decode(errors="ignore"), behind.decode(errors="ignore")  # their far ends may be half a letter
+    if not left.strip() or not right.strip():
+        return False  # a run of spaces may go on further than can be seen here, and be one token with what follows
+    a, b, whole = tokenizer.encode_batch([left, right, left + right])
+    return np.array_equal(np.concatenate([a, b]), whole)
+
+
+def pieces_for(tokenizer: Any) -> Callable[[Iterable[bytes]], Iterator[bytes]]:
+    """What cuts a text into pieces whose ids, one behind the other, are those of the whole."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return slices
+    return lambda blocks: pieces(blocks, functools.partial(keeps_ids, tokenizer))
