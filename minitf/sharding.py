@@ -172,6 +172,11 @@ def pin(x: jax.Array) -> jax.Array:
     return constrain(x, P(BATCH, *(None,) * (x.ndim - 1)))
 
 
+def pin_cache(x_LBTGK: jax.Array) -> jax.Array:
+    """Keeps cached keys or values sharded by rows and heads."""
+    return constrain(x_LBTGK, P(None, BATCH, None, RULES["kv_heads"], None))
+
+
 def gather(layer_params: Any, specs: Any, dtype: str) -> Any:
     """One layer's weights ready for products: matrices and tables in the compute dtype and whole along fsdp; scales and
     biases stay float32. First line of the scan body, so that only one layer is whole at a time."""

@@ -34,8 +34,8 @@ def dropout_keys(cfg: Config, step: jax.Array, rows: jax.Array) -> jax.Array | N
 def row_sums(params: Any, batch: Batch, cfg: Config, keys: jax.Array | None = None) -> dict[str, jax.Array]:
     """Weighted sums of losses over each row of a batch, [B]."""
     positions, segments = batch.get("positions"), batch.get("segments")
-    x = hidden(params, batch["inputs"], cfg.model, positions=positions, segments=segments, dropout_keys=keys)
-    return loss_sums(params, x, batch["targets"], batch["weights"], cfg.model, cfg.loss.chunk)
+    found = hidden(params, batch["inputs"], cfg.model, positions=positions, segments=segments, dropout_keys=keys)
+    return loss_sums(params, found.x_BSD, batch["targets"], batch["weights"], cfg.model, cfg.loss.chunk)
 
 
 def accumulated(f: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:

@@ -226,7 +226,7 @@ def test_P21_masks_differ_by_step_row_and_seed_and_repeat():
             same,
             DROPPED.model,
             dropout_keys=step_lib.dropout_keys(change(DROPPED, seed=seed), jnp.int32(step), jnp.asarray(rows)),
-        )
+        ).x_BSD
     )
     first = run(0, (0, 1))
     np.testing.assert_array_equal(first, run(0, (0, 1)))

@@ -198,7 +198,7 @@ def test_each_document_is_in_one_unit_wherever_units_end(tmp_path, source):
 
 def test_units_are_small_enough_for_many_cores_and_large_enough_to_be_few():
     megabytes = [1, 100, 1000, 10_000, 100_000, 10_000_000]
-    assert [documents.unit_size(n << 20) / 2**20 for n in megabytes] == [8, 8, 15.625, 156.25, 256, 256]
+    assert [documents.unit_size(n << 20) / 2**20 for n in megabytes] == [2, 2, 2, 9.765625, 97.65625, 256]
 
 
 def test_standard_input_is_lines_of_json(tmp_path, monkeypatch, capsys):

@@ -27,10 +27,12 @@ class AttentionConfig:
 
 
 class Layer(NamedTuple):
-    """A kind: its declarations, its function, and the settings that it alone reads."""
+    """A kind: its declarations, how far back it sees, and the settings that it alone reads."""
 
-    params: Callable
-    apply: Callable
+    params: Callable  # (cfg, dim) -> declarations
+    window: Callable[
+        [AttentionConfig], int | None
+    ]  # positions that a query sees, its own included; None: all before it
     reads: tuple[str, ...] = ()
 
 
@@ -59,6 +61,25 @@ def qkvo_params(cfg: AttentionConfig, dim: int) -> dict[str, Param]:
     return specs
 
 
+class Times(NamedTuple):
+    """When the tokens of cached rows stand. Rows of different length end together: row b begins at time first_B[b]."""
+
+    queries_S: jax.Array
+    keys_T: jax.Array
+    first_B: jax.Array
+
+
+class LayerCache(NamedTuple):
+    """The keys and values of one layer, inside the stack of all layers of its place in the pattern; the token of time t is in
+    slot t % T, so that T slots hold what a window of T sees."""
+
+    k_LBTGK: jax.Array
+    v_LBTGK: jax.Array
+    layer: jax.Array  # int32 []
+    now: jax.Array  # int32 [], time of the first query
+    first_B: jax.Array  # int32 [B]
+
+
 class Context(NamedTuple):
     """What a block needs to know besides its parameters and x."""
 
@@ -66,6 +87,7 @@ class Context(NamedTuple):
     segments_BS: jax.Array | None = None  # only equal numbers see each other; None: one document a row
     dropout_keys_B: jax.Array | None = None  # one key a row, for this layer; None: no dropout
     dropout_rate: float = 0.0
+    cache: LayerCache | None = None  # None: keys and values are those of x alone
 
 
 # ---- who may see whom, and with which kernel
@@ -77,11 +99,16 @@ class Mask(NamedTuple):
 
     window: int | None = None
     segments_BS: jax.Array | None = None
+    times: Times | None = None  # of cached keys; None: queries and keys are the same tokens, one after the other
 
     def allowed(self, S: int, T: int) -> jax.Array:
-        """bool [1 or B, 1, S, T]; the diagonal is always allowed, so no row is empty."""
-        back = jnp.arange(S)[:, None] - jnp.arange(T)[None, :]
+        """bool [1 or B, 1, S, T]; a query is always allowed to see itself, so no row is empty."""
+        queries, keys = (jnp.arange(S), jnp.arange(T)) if self.times is None else self.times[:2]
+        back = queries[:, None] - keys[None, :]
         seen = (back >= 0) if self.window is None else (back >= 0) & (back < self.window)
+        if self.times is not None:
+            begun = self.times.keys_T[None, :] >= self.times.first_B[:, None]
+            return (seen[None] & begun[:, None, :])[:, None]
         if self.segments_BS is None:
             return seen[None, None]
         same = self.segments_BS[:, :, None] == self.segments_BS[:, None, :]
@@ -103,6 +130,10 @@ def reference_mix(q, k, v, mask: Mask, cap: float | None, keys_B, rate: float) -
 
 
 def jax_mix(implementation: str, q, k, v, mask: Mask) -> jax.Array:
+    if mask.times is not None:
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask.allowed(q.shape[1], k.shape[1]), implementation=implementation
+        )
     window = None if mask.window is None else (mask.window - 1, 0)
     allowed = None if mask.segments_BS is None else mask.allowed(q.shape[1], k.shape[1])
     return jax.nn.dot_product_attention(
@@ -203,36 +234,61 @@ def mix(q_BSHK, k_BTGK, v_BTGK, mask: Mask, cfg: AttentionConfig, keys_B=None, r
         dtype=str(q_BSHK.dtype),
         softcap=cfg.softcap is not None,
         dropout=keys_B is not None and rate > 0,
-        segments=mask.segments_BS is not None,
+        segments=mask.segments_BS is not None or mask.times is not None,
         devices=1 if mesh.empty else mesh.size,
     )
     return IMPLEMENTATIONS[name].apply(q_BSHK, k_BTGK, v_BTGK, mask, cfg.softcap, keys_B, rate)
 
 
+# ---- keys and values of earlier tokens
+
+
+def remembered(cache: LayerCache, k_BSGK: jax.Array, v_BSGK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The stacks with these tokens' keys and values in their slots: one token at its time, or the first ones of all rows."""
+    T, S = cache.k_LBTGK.shape[2], k_BSGK.shape[1]
+    slot = cache.now % T if S == 1 else 0
+
+    def write(stack: jax.Array, new: jax.Array) -> jax.Array:
+        if S > T:  # only the last T stay, each in its slot
+            new = jnp.roll(new[:, S - T :], S % T, axis=1)
+        return jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), (cache.layer, 0, slot, 0, 0))
+
+    return write(cache.k_LBTGK, k_BSGK), write(cache.v_LBTGK, v_BSGK)
+
+
+def slot_times(now: jax.Array, T: int) -> jax.Array:
+    """int32 [T]: the time of the token in each slot when that of time `now` was the last; negative: there is none yet."""
+    return now - (now - jnp.arange(T)) % T
+
+
 # ---- the kinds
 
 
-def attention(params: Any, x_BSD: jax.Array, cfg: AttentionConfig, ctx: Context, *, window: int | None) -> jax.Array:
-    """Causal multi-head attention with shared key/value heads, [B, S, D] -> [B, S, D]."""
+Stacks = tuple[jax.Array, jax.Array] | tuple[()]  # of keys and values; () without a cache
+
+
+def attention(
+    params: Any, x_BSD: jax.Array, cfg: AttentionConfig, ctx: Context, kind: Layer
+) -> tuple[jax.Array, Stacks]:
+    """Causal multi-head attention with shared key/value heads, [B, S, D] -> [B, S, D]; and the cache's stacks with x's tokens."""
     q_BSHK, k_BSGK, v_BSGK = (linear(x_BSD, params[n], params.get(f"{n}_bias")) for n in "qkv")
     if cfg.qk_norm:
         q_BSHK, k_BSGK = rms_norm(params["q_norm"], q_BSHK), rms_norm(params["k_norm"], k_BSGK)
     if ctx.rope is not None:
         q_BSHK, k_BSGK = rotate(q_BSHK, ctx.rope), rotate(k_BSGK, ctx.rope)
+    mask, stacks, cache = Mask(kind.window(cfg), ctx.segments_BS), (), ctx.cache
+    if cache is not None:
+        stacks = remembered(cache, k_BSGK, v_BSGK)
+        if x_BSD.shape[1] == 1:  # several tokens are the first ones, and see only one another
+            k_BSGK, v_BSGK = (jax.lax.dynamic_index_in_dim(s, cache.layer, keepdims=False) for s in stacks)
+            times = Times(cache.now[None], slot_times(cache.now, k_BSGK.shape[1]), cache.first_B)
+            mask = Mask(mask.window, times=times)
     rate = ctx.dropout_rate if cfg.dropout is None else cfg.dropout
-    y_BSHK = mix(q_BSHK, k_BSGK, v_BSGK, Mask(window, ctx.segments_BS), cfg, ctx.dropout_keys_B, rate)
-    return linear(y_BSHK, params["o"], params.get("o_bias"), inputs=2)
-
-
-def full_attention(params, x, cfg, ctx):
-    return attention(params, x, cfg, ctx, window=None)
-
-
-def sliding_attention(params, x, cfg, ctx):
-    return attention(params, x, cfg, ctx, window=cfg.window)
+    y_BSHK = mix(q_BSHK, k_BSGK, v_BSGK, mask, cfg, ctx.dropout_keys_B, rate)
+    return linear(y_BSHK, params["o"], params.get("o_bias"), inputs=2), stacks
 
 
 ATTENTION = {
-    "full": Layer(qkvo_params, full_attention),
-    "sliding": Layer(qkvo_params, sliding_attention, reads=("window",)),
+    "full": Layer(qkvo_params, lambda cfg: None),
+    "sliding": Layer(qkvo_params, lambda cfg: cfg.window, reads=("window",)),
 }

@@ -3,11 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from minitf.model.attention import Layer
 from minitf.model.ops import linear
 from minitf.params import Param
 
@@ -17,6 +16,14 @@ class MlpConfig:
     kind: str = "gelu"  # see MLP
     hidden: int | None = None  # width inside; None: 4 x model.dim
     bias: bool = False
+
+
+class Layer(NamedTuple):
+    """A kind: its declarations, its function, and the settings that it alone reads."""
+
+    params: Callable  # (cfg, dim) -> declarations
+    apply: Callable  # (params, x, cfg) -> x
+    reads: tuple[str, ...] = ()
 
 
 def width(cfg: MlpConfig, dim: int) -> int:

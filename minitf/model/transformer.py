@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from minitf.model.attention import ATTENTION, AttentionConfig, Context, Layer, sizes
+from minitf.model.attention import ATTENTION, AttentionConfig, Context, Layer, LayerCache, Stacks, attention, sizes
 from minitf.model.mlp import MLP, MlpConfig
 from minitf.model.ops import dropout, layer_norm, matmul, rms_norm, rope_table, softcap
 from minitf.params import Param, stacked, with_inits
-from minitf.sharding import gather, pin
+from minitf.sharding import gather, pin, pin_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +153,11 @@ def flops_per_token(cfg: ModelConfig, specs: Any, seq_len: int, *, causal: bool 
     H, _, K = sizes(cfg.attention, cfg.dim)
 
     def keys(kind: str) -> float:
-        w = min(seq_len, cfg.attention.window) if kind == "sliding" else seq_len
+        w = min(seq_len, ATTENTION[kind].window(cfg.attention) or seq_len)
         return w - w * (w - 1) / (2 * seq_len) if causal else w
 
-    attention = sum(12 * H * K * keys(kind) * layers_at(cfg, i) for i, kind in enumerate(pattern(cfg)))
-    return 6 * weights + attention
+    squares = sum(12 * H * K * keys(kind) * layers_at(cfg, i) for i, kind in enumerate(pattern(cfg)))
+    return 6 * weights + squares
 
 
 # ---- functions
@@ -173,15 +173,15 @@ def drop(x: jax.Array, keys_B: jax.Array | None, site: int, rate: float) -> jax.
     return x if keys_B is None or not rate else dropout(fold(keys_B, site), x, rate)
 
 
-def block(params: Any, x: jax.Array, cfg: ModelConfig, attend: Layer, ctx: Context) -> jax.Array:
-    """x + attention(norm(x)), then x + mlp(norm(x)). [B, S, D] -> [B, S, D]."""
+def block(params: Any, x: jax.Array, cfg: ModelConfig, kind: Layer, ctx: Context) -> tuple[jax.Array, Stacks]:
+    """x + attention(norm(x)), then x + mlp(norm(x)), [B, S, D] -> [B, S, D]; and the cache's stacks."""
     norm = functools.partial(NORMS[cfg.norm].apply, eps=cfg.norm_eps)
     keys = ctx.dropout_keys_B
     inner = ctx._replace(dropout_keys_B=fold(keys, ATTENTION_WEIGHTS))
-    y = attend.apply(params["attention"], norm(params["attention_norm"], x), cfg.attention, inner)
+    y, stacks = attention(params["attention"], norm(params["attention_norm"], x), cfg.attention, inner, kind)
     x = x + drop(checkpoint_name(y, "attention_out"), keys, ATTENTION_OUT, cfg.dropout)
     y = MLP[cfg.mlp.kind].apply(params["mlp"], norm(params["mlp_norm"], x), cfg.mlp)
-    return x + drop(checkpoint_name(y, "mlp_out"), keys, MLP_OUT, cfg.dropout)
+    return x + drop(checkpoint_name(y, "mlp_out"), keys, MLP_OUT, cfg.dropout), stacks
 
 
 def embed(params: Any, tokens_BS: jax.Array, positions_BS: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -189,6 +189,31 @@ def embed(params: Any, tokens_BS: jax.Array, positions_BS: jax.Array, cfg: Model
     tables = gather({n: params[n] for n in names}, {n: model_params(cfg)[n] for n in names}, cfg.dtype)
     x = tables["embedding"][tokens_BS]
     return x + tables["position_embedding"][positions_BS] if "position_embedding" in tables else x
+
+
+class Cache(NamedTuple):
+    """The keys and values of the tokens so far. Rows of different length end together: they are padded at their beginnings."""
+
+    stacks: tuple[Stacks, ...]  # of each place in the pattern, [layers, B, T, G, K]
+    now: jax.Array  # int32 [], time of the next token
+    first_B: jax.Array  # int32 [B], time of each row's first token
+
+
+def new_cache(cfg: ModelConfig, first_B: jax.Array, length: int) -> Cache:
+    """An empty cache for rows of at most `length` tokens, padding included; a window's layers keep no more than it sees."""
+    _, G, K = sizes(cfg.attention, cfg.dim)
+
+    def empty(place: int, kind: str) -> Stacks:
+        T = min(ATTENTION[kind].window(cfg.attention) or length, length)
+        shape = (layers_at(cfg, place), len(first_B), T, G, K)
+        return tuple(pin_cache(jnp.zeros(shape, cfg.dtype)) for _ in "kv")
+
+    return Cache(tuple(empty(i, kind) for i, kind in enumerate(pattern(cfg))), jnp.int32(0), first_B)
+
+
+class Hidden(NamedTuple):
+    x_BSD: jax.Array  # final-normed activations in cfg.dtype, from which `logits` or the loss go on
+    cache: Cache | None  # with these tokens
 
 
 def hidden(
@@ -199,14 +224,21 @@ def hidden(
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
     dropout_keys: jax.Array | None = None,
-) -> jax.Array:
-    """The final-normed activations [B, S, D] in cfg.dtype, from which `logits` or the loss go on.
+    cache: Cache | None = None,
+) -> Hidden:
+    """The forward pass.
 
     positions: [B, S], 0, 1, 2, ... if None; segments: [B, S], documents that do not see each other; dropout_keys: [B], one
-    key a row (already folded with seed, step and row); None: no dropout.
+    key a row (already folded with seed, step and row); None: no dropout. cache: of the tokens before these, which are either
+    the first ones of all rows (a new cache), or one; positions and segments then follow from it.
     """
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
+    S = tokens_BS.shape[1]
+    if cache is not None:
+        times = cache.now + jnp.arange(S)
+        positions = jnp.maximum(times - cache.first_B[:, None], 0)
+        segments = (times >= cache.first_B[:, None]).astype(jnp.int32) if S > 1 else None
+    elif positions is None:
+        positions = jnp.broadcast_to(jnp.arange(S), tokens_BS.shape)
     head_dim = sizes(cfg.attention, cfg.dim)[2]
     rope = rope_table(positions, head_dim, cfg.attention.rope_base) if POSITIONS[cfg.positions].rope else None
 
@@ -216,28 +248,39 @@ def hidden(
     kinds = pattern(cfg)
     specs = [block_params(cfg, kind) for kind in kinds]
 
-    def layer(place: int, x: jax.Array, period: jax.Array, layer_params: Any) -> jax.Array:
+    def layer(
+        place: int, x: jax.Array, stacks: Stacks, period: jax.Array, layer_params: Any
+    ) -> tuple[jax.Array, Stacks]:
         layer_params = gather(layer_params, specs[place], cfg.dtype)
         keys = fold(dropout_keys, period * len(kinds) + place)
-        return pin(block(layer_params, x, cfg, ATTENTION[kinds[place]], Context(rope, segments, keys, cfg.dropout)))
+        ctx = Context(rope, segments, keys, cfg.dropout)
+        if cache is not None:
+            ctx = ctx._replace(cache=LayerCache(*stacks, period, cache.now, cache.first_B))
+        x, stacks = block(layer_params, x, cfg, ATTENTION[kinds[place]], ctx)
+        return pin(x), stacks
 
     layers = [rematerialised(functools.partial(layer, place), cfg.remat) for place in range(len(kinds))]
 
-    def body(x: jax.Array, scanned: tuple[jax.Array, tuple]) -> tuple[jax.Array, None]:
-        period, places = scanned
+    # Without a cache the carry holds empty trees in its place: there is one way through the layers.
+    def body(carry: tuple[jax.Array, list[Stacks]], scanned: tuple[jax.Array, tuple]) -> tuple[tuple, None]:
+        (x, stacks), (period, places) = carry, scanned
+        stacks = list(stacks)
         for place, layer_params in enumerate(places):
-            x = layers[place](x, period, layer_params)
-        return x, None
+            x, stacks[place] = layers[place](x, stacks[place], period, layer_params)
+        return (x, stacks), None
 
     # Whole periods first; the layers left over are one shorter period.
     whole, rest = divmod(cfg.num_layers, len(kinds))
     blocks = params["blocks"]
+    carry = (x, [()] * len(kinds) if cache is None else list(cache.stacks))
     if whole:
-        stacks = blocks if not rest else jax.tree.map(lambda a: a[:whole], blocks)
-        x, _ = jax.lax.scan(body, x, (jnp.arange(whole), stacks), unroll=min(cfg.unroll, whole))
+        stacked_params = blocks if not rest else jax.tree.map(lambda a: a[:whole], blocks)
+        carry, _ = jax.lax.scan(body, carry, (jnp.arange(whole), stacked_params), unroll=min(cfg.unroll, whole))
     if rest:
-        x, _ = body(x, (jnp.int32(whole), jax.tree.map(lambda a: a[whole], blocks[:rest])))
-    return NORMS[cfg.norm].apply(params["final_norm"], x, cfg.norm_eps)
+        carry, _ = body(carry, (jnp.int32(whole), jax.tree.map(lambda a: a[whole], blocks[:rest])))
+    x, stacks = carry
+    x = NORMS[cfg.norm].apply(params["final_norm"], x, cfg.norm_eps)
+    return Hidden(x, None if cache is None else Cache(tuple(stacks), cache.now + S, cache.first_B))
 
 
 def head_weight(params: Any, cfg: ModelConfig) -> jax.Array:
@@ -259,4 +302,4 @@ def logits(params: Any, x_BSD: jax.Array, cfg: ModelConfig) -> jax.Array:
 
 def model(params: Any, tokens_BS: jax.Array, cfg: ModelConfig, **kwargs: Any) -> jax.Array:
     """float32 logits [B, S, V]; keywords as in `hidden`."""
-    return logits(params, hidden(params, tokens_BS, cfg, **kwargs), cfg)
+    return logits(params, hidden(params, tokens_BS, cfg, **kwargs).x_BSD, cfg)

@@ -78,7 +78,7 @@ class Span(NamedTuple):
 def unit_size(total: int) -> int:
     """Bytes of input that are one unit of work: a function of the inputs' bytes alone, so that the number of workers changes
     nothing. Small enough for many cores, large enough that a unit's files are few."""
-    return min(max(total // 64, 8 << 20), 256 << 20)
+    return min(max(total // 1024, 2 << 20), 256 << 20)
 
 
 def spans_of(path: str, unit: int = sys.maxsize) -> list[Span]:
