@@ -19,7 +19,7 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError as e:
-    raise ValueError(f"--tasks needs lm-evaluation-harness: pip install 'minitf[eval]' ({e})") from None
+    raise ValueError(f"--tasks needs lm-evaluation-harness: pip install '.[eval]' ({e})") from None
 
 
 def buckets(longest: int) -> list[int]:

@@ -885,3 +885,24 @@ def test_a_long_line_takes_bounded_memory(tmp_path, letters):
         f.write('"}\n')
     peak = peak_memory(tmp_path / "out", "--input", tmp_path / "x.jsonl", "--tokenizer", "bytes")
     assert peak < 1.7e9, peak
+
+
+@pytest.mark.parametrize(
+    ("missing", "options", "message"),
+    [
+        ("datasketch", ["--tokenizer", "bytes", "--dedup", "near"], "--dedup near needs the package datasketch"),
+        ("tokenizers", ["--tokenizer", "DIR"], "needs the package tokenizers"),
+        (None, ["--tokenizer", "nowhere.json"], "--tokenizer=nowhere.json: no such file"),
+    ],
+)
+def test_what_is_not_installed_or_not_there_is_one_message(missing, options, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    if missing:
+        monkeypatch.setitem(sys.modules, missing, None)
+    options = [o.replace("DIR", str(tmp_path)) for o in options]
+    with pytest.raises(SystemExit) as stopped:
+        prepare_data.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), *options])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

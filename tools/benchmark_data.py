@@ -69,7 +69,7 @@ def prepared(inputs: list[str], tokenizer: str, directory: Path, *options: str) 
 
 
 def preparation(inputs: list[str], name: str, directory: Path, rounds: int) -> dict[str, Any]:
-    tokenizer, texts = make_tokenizer(name, []), texts_of(inputs)
+    tokenizer, texts = make_tokenizer(name, [], "--tokenizer"), texts_of(inputs)
     size = sum(map(len, texts)) / 1e6
     alone, whole = [], []
     for i in range(rounds):

@@ -63,7 +63,7 @@ def train(
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise ValueError("needs the package tokenizers: pip install 'minitf[data]'") from None
+        raise ValueError("needs the package tokenizers: pip install '.[data]'") from None
     specials = list(dict.fromkeys(SPECIALS + (specials or [])))
     if vocab_size < 256 + len(specials):
         raise ValueError(

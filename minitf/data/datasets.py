@@ -211,7 +211,7 @@ def arrow(module: str) -> Any:
     try:
         return importlib.import_module(f"pyarrow{module}")
     except ImportError:
-        raise ValueError("data.kind: needs the package pyarrow: pip install 'minitf[data]'") from None
+        raise ValueError("data.kind: needs the package pyarrow: pip install '.[data]'") from None
 
 
 def load_parquet(cfg: DataConfig, vocab_size: int | None) -> Corpus:

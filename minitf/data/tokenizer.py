@@ -154,7 +154,7 @@ class HuggingFaceTokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(f"{path}: needs the package tokenizers: pip install 'minitf[data]'") from None
+            raise ValueError(f"{path}: needs the package tokenizers: pip install '.[data]'") from None
         self.path, self.name = path, str(path)
         try:
             self.contents = path.read_bytes()
@@ -249,18 +249,18 @@ def find_file(name: str) -> Path:
     return path / FILE if path.is_dir() else path
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError where data.tokenizer names no tokenizer."""
+def check_name(name: str, setting: str = "data.tokenizer") -> None:
+    """Raises ValueError where the setting names no tokenizer."""
     if not is_file_name(name):
-        pick("data.tokenizer", {**TOKENIZERS, "PATH/tokenizer.json": None}, name)
+        pick(setting, {**TOKENIZERS, "PATH/tokenizer.json": None}, name)
     elif not find_file(name).is_file():
-        raise ValueError(f"data.tokenizer={name}: no such file, and no {FILE} in such a directory")
+        raise ValueError(f"{setting}={name}: no such file, and no {FILE} in such a directory")
 
 
-def make_tokenizer(name: str, documents: list[tuple[str, bytes]]) -> Tokenizer:
-    """The tokenizer that data.tokenizer names, for these (source, text) documents: one of TOKENIZERS, or a tokenizer.json by
-    its path or its directory's. Raises ValueError where there is none."""
-    check_name(name)
+def make_tokenizer(name: str, documents: list[tuple[str, bytes]], setting: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer that a setting names, for these (source, text) documents: one of TOKENIZERS, or a tokenizer.json by its
+    path or its directory's. Raises ValueError where there is none."""
+    check_name(name, setting)
     return load_tokenizer(find_file(name)) if is_file_name(name) else TOKENIZERS[name](documents)
 
 

@@ -216,7 +216,7 @@ class ZstdFile(io.RawIOBase):
         try:
             import zstandard
         except ImportError:
-            raise ValueError(f"{raw.name}: needs the package zstandard: pip install 'minitf[data]'") from None
+            raise ValueError(f"{raw.name}: needs the package zstandard: pip install '.[data]'") from None
         self._raw, self._error = raw, zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
         self._frame, self._packed, self._out = None, b"", memoryview(b"")
@@ -326,7 +326,7 @@ def open_parquet(path: str) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ValueError(f"{path}: needs the package pyarrow: pip install 'minitf[data]'") from None
+        raise ValueError(f"{path}: needs the package pyarrow: pip install '.[data]'") from None
     try:
         return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
     except (pyarrow.ArrowException, OSError) as e:

@@ -15,8 +15,10 @@ class Shingles:
     """MinHash signature of a document's words, five at a time, from its text piece by piece."""
 
     def __init__(self) -> None:
-        from datasketch import MinHash
-
+        try:
+            from datasketch import MinHash
+        except ImportError:
+            raise ValueError("--dedup near needs the package datasketch: pip install '.[data]'") from None
         self._hash = MinHash(PERMUTATIONS, hashfunc=zlib.crc32)
         self._words: list[bytes] = []  # the last ones, too few for a shingle
         self._rest = b""  # of a word

@@ -49,7 +49,7 @@ class Work(NamedTuple):
         return self.unfinished / f"unit-{number:05}.{suffix}"
 
 
-load_tokenizer = functools.cache(lambda name: make_tokenizer(name, []))
+load_tokenizer = functools.cache(lambda name: make_tokenizer(name, [], "--tokenizer"))
 
 
 class Writer:
