@@ -106,9 +106,10 @@ def sums_of(
     """`step.totals` of a dataset. A row of row_length positions holds as many pieces of at most `context` tokens as fit."""
     plan = best_fit(cut(data.spans[data.spans[:, 1] > 0], context), row_length)
     rows = pipeline.spread(PackedRows(data.store, plan, row_length, segments=True), batch_size, None)
-    step = jax.jit(
-        functools.partial(eval_step, byte_lengths=None, cfg=model.cfg), out_shardings=sharding.replicated(mesh)
-    )
+    # Documents share rows here, which the kernel of the training may not know.
+    attention = dataclasses.replace(model.cfg.model.attention, implementation="auto")
+    cfg = dataclasses.replace(model.cfg, model=dataclasses.replace(model.cfg.model, attention=attention))
+    step = jax.jit(functools.partial(eval_step, byte_lengths=None, cfg=cfg), out_shardings=sharding.replicated(mesh))
     batches = pipeline.batches(rows, batch_size, sharding.batch_sharding(mesh), model.cfg.data)
     with surroundings(mesh, model.cfg.model.dtype):
         return totals(step, model.params, batches)

@@ -24,14 +24,8 @@ from minitf.model.transformer import model_params
 from minitf.sharding import MeshConfig, make_mesh, shardings
 
 LOCK = "lock.json"
-OURS = (
-    "config.json",
-    "metrics.jsonl",
-    "events.jsonl",
-    "checkpoints",
-    tokenizer.FILE,
-    tokenizer.CONFIG,
-)  # and TensorBoard's event files
+# And TensorBoard's event files.
+OURS = ("config.json", "metrics.jsonl", "events.jsonl", "checkpoints", tokenizer.FILE, tokenizer.CONFIG)
 
 
 def resolve(workdir: str, setting: str = "--workdir") -> epath.Path:
@@ -229,15 +223,8 @@ def stored_config(workdir: epath.Path) -> tuple[Config, list[str]] | None:
 FIXED = ("batch_size", "seq_len", "seed", "model", "data", "optimizer.kind", "optimizer.moment_dtype")
 FREE = (  # of these, what changes how a step is computed or where the same data lie (their checksums are compared)
     *("model.remat", "model.unroll", "model.dtype", "model.dropout", "model.attention.implementation"),
-    *(
-        "model.attention.dropout",
-        "data.threads",
-        "data.prefetch",
-        "data.workers",
-        "data.path",
-        "data.val_path",
-        "data.mixture",
-    ),
+    *("model.attention.dropout", "data.threads", "data.prefetch", "data.workers"),
+    *("data.path", "data.val_path", "data.mixture"),
 )
 
 

@@ -255,7 +255,7 @@ def test_overwrite_starts_anew_and_deletes_only_what_runs_write(finished, cli, w
     assert {name: files.pop(name) for name in mine} == mine
     assert json.loads(files["config.json"])["steps"] == 0
     assert [line["step"] for line in read_jsonl(workdir)] == [0]
-    assert len(files) == len(ours)
+    assert len(files) == len(ours - {"tokenizer.json"})  # the new run has no text
     assert all(tag.startswith("params/") for tag in events(workdir).Tags()["scalars"])
 
 

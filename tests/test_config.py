@@ -476,7 +476,7 @@ REFUSED = [
     ("optimizer.kind=sgd optimizer.b1=0.5", "optimizer.b1=0.5 has no effect with sgd; it is read by adamw, lion, muon"),
     ("optimizer.end_learning_rate=1e-5", "optimizer.end_learning_rate=1e-05 has no effect with constant"),
     ("optimizer.decay_steps=2", "optimizer.decay_steps=2 has no effect with constant"),
-    ("data.path=x.txt", "data.path='x.txt' has no effect with synthetic; it is read by text, tokens"),
+    ("data.path=x.txt", "data.path='x.txt' has no effect with synthetic; it is read by text, parquet"),
     (f"{TEXT} data.eos_id=3", "data.eos_id=3 has no effect with text; it is read by tokens"),
     # data
     (f"{TEXT} data.val_fraction=0", "data.val_fraction=0.0: must be above 0 and below 1"),

@@ -84,7 +84,7 @@ def first_state(mesh: str):
     """What a run starts from, through the program that a run compiles."""
     cfg = change(TINY, model__attention__num_kv_heads=4, mesh=MeshConfig(*MESHES[mesh]))
     job = train.prepare(cfg, jax.devices()[: math.prod(MESHES[mesh])])
-    with train.surroundings(job):
+    with train.surroundings(job.mesh, job.cfg.model.dtype):
         return jax.tree.map(np.asarray, train.program(job).init(jax.random.key(3)))
 
 

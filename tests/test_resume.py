@@ -254,7 +254,10 @@ def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
     data, fsdp, tensor = mesh
     cfg = change(cfg, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor)
     job = train.prepare(cfg, jax.devices()[: math.prod(mesh)])
-    with train.surroundings(job), run.checkpoints_of(run.resolve(str(tmp_path / "w"))) as checkpoints:
+    with (
+        train.surroundings(job.mesh, job.cfg.model.dtype),
+        run.checkpoints_of(run.resolve(str(tmp_path / "w"))) as checkpoints,
+    ):
         restored = checkpoints.restore_newest(
             train.program(job).state
         )  # verified against the checksums of eight devices

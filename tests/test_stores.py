@@ -284,7 +284,11 @@ def last_position(workdir):
         return checkpoints.newest_about()[1]["data"]
 
 
-@named
+@pytest.mark.parametrize(
+    "packing",
+    [dict(packing="best_fit"), *(pytest.param(p, marks=pytest.mark.slow) for p in PACKINGS if "packing" not in p)],
+    ids=lambda p: "-".join(map(str, p.values())) or "concat",
+)
 def test_a_run_on_a_mixture_goes_on_as_if_never_stopped(packing, stores, tmp_path, rate_known):
     cfg = config_of(stores, {"large": 0.7, "small": 0.3}, **packing)
     cfg = change(cfg, steps=8, checkpoint__last=True, optimizer__schedule="constant", eval_every=4, eval_batches=2)

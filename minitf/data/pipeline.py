@@ -1,6 +1,7 @@
 """Documents to rows to global batches: which rows stand in which batch is a function of (seed, batch number), and of nothing
 else."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from absl import flags
 
 from minitf.data.datasets import DataConfig
 from minitf.data.mixture import Mixture, Phase
-from minitf.data.packing import PackedRows, best_fit, documents, one_a_row, open_plan
+from minitf.data.packing import PackedRows, Plan, best_fit, documents, one_a_row, open_plan
 from minitf.data.store import Rows, Store, blank
 from minitf.tables import pick
 
@@ -23,11 +24,16 @@ class Packing(NamedTuple):
     reads: tuple[str, ...] = ()
 
 
+@functools.lru_cache(maxsize=8)
+def plan_of_texts(store: Store, seq_len: int) -> Plan:
+    return best_fit(documents(store), seq_len)
+
+
 def planned(store: Store, seq_len: int, cfg: DataConfig, tail: bool) -> PackedRows:
     """The plan that the store brings along; of texts that are loaded at the start, it is made now."""
     known_documents(store, cfg)
     if store.plans is None:
-        plan = best_fit(documents(store), seq_len)
+        plan = plan_of_texts(store, seq_len)
     elif seq_len in store.plans:
         plan = open_plan(*store.plans[seq_len])
     else:

@@ -73,7 +73,7 @@ def opened(value: Any) -> Any:
     return value.open() if isinstance(value, Mapping) else value
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Store:
     """Token ids of one split, in memory or memory-mapped.
 
