@@ -22,6 +22,7 @@ from common import (
     launch,
     make_mesh,
     make_store,
+    run_module,
     series,
     some_texts,
 )
@@ -345,3 +346,33 @@ def test_a_mixture_is_written_as_paths_and_weights():
     for text in ("a", "a:b", "a:1,b"):
         with pytest.raises(ValueError, match=f"--config.data.mixture={text}: must be tuple"):
             parse_value("data.mixture", text, kind)
+
+
+@named
+def test_P37_fewer_rows_than_a_batch_wrap_around_and_are_said(packing, tmp_path):
+    make_store(tmp_path / "one", ["abcdefgh" * 6] * 2, "--val_fraction", 0, "--pack", 16)
+    cfg = config_of(tmp_path, path=str(tmp_path / "one"), **packing)
+    job = train.prepare(cfg, jax.devices()[:1])
+    assert 0 < job.rows < 8
+    assert f"{job.rows} training rows are fewer than batch_size=8" in train.describe(job)
+    found = [np.asarray(b["inputs"]) for b in itertools.islice(train.training_batches(job), 3)]
+    assert len({row.tobytes() for batch in found for row in batch}) <= job.rows
+
+
+def test_P39_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes(stores):
+    with pytest.raises(ValueError, match=r"model\.vocab_size=200 is smaller than the 259 ids"):
+        train.prepare(change(config_of(stores), model__vocab_size=200), jax.devices()[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_P39_P47_a_stray_id_ends_the_run_by_its_file_from_a_worker_too(workers, tmp_path):
+    directory = make_store(tmp_path / "store", some_texts(60), "--val_fraction", 0.2)
+    ids = np.fromfile(directory / "train-00000.bin", np.uint16)
+    ids[-20:] = 300
+    ids.tofile(directory / "train-00000.bin")
+    cfg = config_of(tmp_path, path=str(directory), workers=workers, shuffle=False)
+    done = run_module("minitf.train", *arguments(change(cfg, steps=40), tmp_path / "w"))
+    assert done.returncode == 2, done.stderr
+    assert f"error: {directory} (train): id 300 at token" in done.stderr
+    assert "is not below the vocabulary size 259" in done.stderr

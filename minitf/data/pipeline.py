@@ -13,7 +13,7 @@ from absl import flags
 from minitf.data.datasets import DataConfig
 from minitf.data.mixture import Mixture, Phase
 from minitf.data.packing import PackedRows, Plan, best_fit, documents, one_a_row, open_plan
-from minitf.data.store import Rows, Store, blank
+from minitf.data.store import Row, Rows, Store, blank
 from minitf.tables import pick
 
 # ---- documents to rows
@@ -160,30 +160,32 @@ def host_rows(sharding: jax.sharding.Sharding, batch_size: int) -> list[int]:
     return sorted({r for s in slices for r in range(*s.indices(batch_size))})
 
 
+DEVICE_BATCHES = 2  # put on the devices ahead of the one that is asked for
+
+
 def batches(
     rows: grain.MapDataset, batch_size: int, sharding: jax.sharding.Sharding, cfg: DataConfig, start: int = 0
 ) -> Iterator[dict[str, jax.Array]]:
-    """Global batches from number `start` on, as arrays [batch_size, ...] laid out by `sharding`; rows are read ahead on threads."""
-    local = host_rows(sharding, batch_size)
-    mine = HostBatches(rows, batch_size, local)[start:]
-    options = grain.ReadOptions(num_threads=cfg.threads, prefetch_buffer_size=cfg.prefetch)
-    found = mine.to_iter_dataset(options)
+    """Global batches from number `start` on, as arrays [batch_size, ...] laid out by `sharding`; rows are read, and batches put
+    on the devices, ahead on threads."""
+    mine = HostBatches(rows, batch_size, host_rows(sharding, batch_size))[start:]
+    found = mine.to_iter_dataset(grain.ReadOptions(num_threads=cfg.threads, prefetch_buffer_size=cfg.prefetch))
     if cfg.workers:
         if not flags.FLAGS.is_parsed():  # Grain's processes ask for them
             flags.FLAGS.mark_as_parsed()
         found = found.mp_prefetch(grain.MultiprocessingOptions(cfg.workers, per_worker_buffer_size=cfg.prefetch))
-    batch_iterator = iter(found)
+
+    def put(batch: Row) -> dict[str, jax.Array]:
+        if cfg.workers:  # whose arrays lie in memory that is shared with them and used again
+            batch = jax.tree.map(np.array, batch)
+        if sharding.is_fully_addressable:
+            return jax.device_put(batch, sharding)
+        return {
+            k: jax.make_array_from_process_local_data(sharding, v, (batch_size, *v.shape[1:])) for k, v in batch.items()
+        }
+
+    ahead = iter(grain.experimental.ThreadPrefetchIterDataset(found.map(put), prefetch_buffer_size=DEVICE_BATCHES))
     try:
-        for batch in batch_iterator:
-            if cfg.workers:  # whose arrays lie in memory that is shared with them and used again
-                batch = jax.tree.map(np.array, batch)
-            if sharding.is_fully_addressable:
-                yield jax.device_put(batch, sharding)
-            else:
-                yield {
-                    k: jax.make_array_from_process_local_data(sharding, v, (batch_size, *v.shape[1:]))
-                    for k, v in batch.items()
-                }
+        yield from ahead
     finally:
-        if cfg.workers:
-            batch_iterator.close()
+        ahead.close()
