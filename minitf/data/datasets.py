@@ -214,40 +214,42 @@ def arrow(module: str) -> Any:
         raise ValueError("data.kind: needs the package pyarrow: pip install '.[data]'") from None
 
 
+def load_files(cfg: DataConfig, read: Callable[[str, Path, str], Documents]) -> Corpus:
+    """The documents of all files that data.path and data.val_path name; read(name, path, setting) gives those of one."""
+
+    def all_of(pattern: str, setting: str) -> Documents:
+        return [doc for name, path in find_files(pattern, setting)[0] for doc in read(name, path, setting)]
+
+    val = None if cfg.val_path is None else all_of(cfg.val_path, "data.val_path")
+    return from_splits(cfg, all_of(named_path(cfg), "data.path"), val)
+
+
 def load_parquet(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     """A column of parquet files, a row a document. Read whole: parquet has no random access to a row."""
     parquet = arrow(".parquet")
 
-    def read(pattern: str, setting: str) -> Documents:
-        found = []
-        for name, path in find_files(pattern, setting)[0]:
-            try:
-                names = parquet.read_schema(path).names
-                table = parquet.read_table(path, columns=[n for n in names if n == cfg.text_key] or None)
-            except (OSError, ValueError) as e:  # pyarrow's errors are of these kinds
-                raise ValueError(f"{setting}: {path}: {e}") from None
-            found += column(table, name, cfg)
-        return found
+    def read(name: str, path: Path, setting: str) -> Documents:
+        try:
+            names = parquet.read_schema(path).names
+            table = parquet.read_table(path, columns=[n for n in names if n == cfg.text_key] or None)
+        except (OSError, ValueError) as e:  # pyarrow's errors are of these kinds
+            raise ValueError(f"{setting}: {path}: {e}") from None
+        return column(table, name, cfg)
 
-    val = None if cfg.val_path is None else read(cfg.val_path, "data.val_path")
-    return from_splits(cfg, read(named_path(cfg), "data.path"), val)
+    return load_files(cfg, read)
 
 
 def load_arrayrecord(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     """Records of ArrayRecord files, each the UTF-8 text of a document."""
 
-    def read(pattern: str, setting: str) -> Documents:
-        found = []
-        for name, path in find_files(pattern, setting)[0]:
-            try:
-                source = grain.sources.ArrayRecordDataSource([str(path)])
-            except Exception as e:  # it raises nothing narrower
-                raise ValueError(f"{setting}: {path}: no ArrayRecord file: {e}") from None
-            found += texts_of(name, (source[i] for i in range(len(source))), path.stat().st_size)
-        return found
+    def read(name: str, path: Path, setting: str) -> Documents:
+        try:
+            source = grain.sources.ArrayRecordDataSource([str(path)])
+        except Exception as e:  # it raises nothing narrower
+            raise ValueError(f"{setting}: {path}: no ArrayRecord file: {e}") from None
+        return texts_of(name, (source[i] for i in range(len(source))), path.stat().st_size)
 
-    val = None if cfg.val_path is None else read(cfg.val_path, "data.val_path")
-    return from_splits(cfg, read(named_path(cfg), "data.path"), val)
+    return load_files(cfg, read)
 
 
 def load_huggingface(cfg: DataConfig, vocab_size: int | None) -> Corpus:
