@@ -12,7 +12,7 @@ from absl import flags
 
 from minitf.data.datasets import DataConfig
 from minitf.data.mixture import Mixture, Phase
-from minitf.data.packing import PackedRows, Plan, best_fit, documents, one_a_row, open_plan
+from minitf.data.packing import PackedRows, best_fit, documents, one_a_row, open_plan
 from minitf.data.store import Row, Rows, Store, blank
 from minitf.tables import pick
 
@@ -24,16 +24,11 @@ class Packing(NamedTuple):
     reads: tuple[str, ...] = ()
 
 
-@functools.lru_cache(maxsize=8)
-def plan_of_texts(store: Store, seq_len: int) -> Plan:
-    return best_fit(documents(store), seq_len)
-
-
 def planned(store: Store, seq_len: int, cfg: DataConfig, tail: bool) -> PackedRows:
     """The plan that the store brings along; of texts that are loaded at the start, it is made now."""
     known_documents(store, cfg)
     if store.plans is None:
-        plan = plan_of_texts(store, seq_len)
+        plan = best_fit(documents(store), seq_len)
     elif seq_len in store.plans:
         plan = open_plan(*store.plans[seq_len])
     else:
@@ -71,6 +66,7 @@ PACKINGS = {
 }
 
 
+@functools.lru_cache(maxsize=32)  # checked at the start, read by training, and again by each evaluation
 def rows_of(store: Store, seq_len: int, cfg: DataConfig, tail: bool = False) -> Any:
     """A sequence of rows, dicts like those of `store.Rows`. `tail`: every token once, the last row padded."""
     return pick("data.packing", PACKINGS, cfg.packing).rows(store, seq_len, cfg, tail)
