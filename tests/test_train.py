@@ -120,7 +120,7 @@ def entropies(corpus):
 @pytest.mark.slow
 def test_tiny_passes_unigram_and_bigram_entropy(tmp_path):
     cfg = config.freeze(config.load_file(str(ROOT / "configs/tiny.py")))
-    unigram, bigram = entropies(train.prepare(cfg, jax.devices()[:1]).corpus)
+    unigram, bigram = entropies(*train.prepare(cfg, jax.devices()[:1]).corpora)
     assert 2 < bigram < unigram < 4
     done = run_module("minitf.train", "--config", "configs/tiny.py", "--workdir", tmp_path / "w")
     assert done.returncode == 0, done.stderr
