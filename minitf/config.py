@@ -329,7 +329,10 @@ def validate(cfg: Config) -> None:
     whole = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, accumulation=cfg.accumulation, log_every=cfg.log_every)
     whole |= dict(eval_every=cfg.eval_every, eval_batches=cfg.eval_batches)
     whole |= {f"model.{n}": getattr(m, n) for n in ("num_layers", "dim", "vocab_size", "max_seq_len", "unroll")}
-    whole |= {f"model.attention.{n}": getattr(a, n) for n in ("num_heads", "num_kv_heads", "head_dim", "window")}
+    whole |= {
+        f"model.attention.{n}": getattr(a, n)
+        for n in ("num_heads", "num_kv_heads", "head_dim", "window", "rope_original_len")
+    }
     whole |= {"model.mlp.hidden": m.mlp.hidden, "loss.chunk": cfg.loss.chunk}
     whole |= {"data.threads": d.threads, "data.prefetch": d.prefetch}
     whole |= {f"checkpoint.{n}": getattr(cfg.checkpoint, n) for n in ("every", "keep", "keep_every", "keep_best")}
@@ -385,9 +388,16 @@ def validate(cfg: Config) -> None:
         )
     if H % G:
         raise ValueError(f"model.attention.num_heads={H}: not divisible by model.attention.num_kv_heads={G}")
-    if POSITIONS[m.positions].rope and K % 2:
+    if POSITIONS[m.positions].frequencies is not None and K % 2:
         derived = " (model.dim / model.attention.num_heads)" if a.head_dim is None else ""
-        raise ValueError(f"model.attention.head_dim={K}{derived}: model.positions=rope turns pairs, so it must be even")
+        raise ValueError(
+            f"model.attention.head_dim={K}{derived}: model.positions={m.positions} turns pairs, so it must be even"
+        )
+    low, high = a.rope_low_freq_factor, a.rope_high_freq_factor
+    if not 0 < low < high < math.inf:
+        raise ValueError(
+            f"model.attention.rope_low_freq_factor={low}, rope_high_freq_factor={high}: must be above 0, and the second the larger"
+        )
     if m.max_seq_len is not None and cfg.seq_len > m.max_seq_len:
         raise ValueError(f"seq_len={cfg.seq_len}: longer than model.max_seq_len={m.max_seq_len}")
     for name, rate in {"model.dropout": m.dropout, "model.attention.dropout": a.dropout}.items():
@@ -397,7 +407,9 @@ def validate(cfg: Config) -> None:
         "model.logit_softcap": m.logit_softcap,
         "model.norm_eps": m.norm_eps,
     }
-    positive |= {"model.attention.rope_base": a.rope_base, "loss.z_loss": cfg.loss.z_loss, "optimizer.eps": o.eps}
+    positive |= {f"model.attention.{n}": getattr(a, n) for n in ("rope_base", "rope_factor", "scale", "qk_norm_eps")}
+    positive |= {"model.embedding_scale": m.embedding_scale}
+    positive |= {"loss.z_loss": cfg.loss.z_loss, "optimizer.eps": o.eps}
     positive |= {"optimizer.learning_rate": o.learning_rate, "optimizer.clip_norm": o.clip_norm}
     positive |= {"checkpoint.every_minutes": cfg.checkpoint.every_minutes}
     positive |= {"watchdog.factor": cfg.watchdog.factor, "watchdog.at_least": cfg.watchdog.at_least}

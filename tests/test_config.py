@@ -408,9 +408,11 @@ def test_nearest_name_is_offered_only_where_one_is_near():
 
 AT_LEAST_1 = """batch_size seq_len accumulation log_every eval_every eval_batches loss.chunk data.threads data.prefetch
     model.num_layers model.dim model.vocab_size model.max_seq_len model.unroll model.mlp.hidden
-    model.attention.num_heads model.attention.num_kv_heads model.attention.head_dim model.attention.window""".split()
+    model.attention.num_heads model.attention.num_kv_heads model.attention.head_dim model.attention.window
+    model.attention.rope_original_len""".split()
 ABOVE_0 = """optimizer.learning_rate optimizer.clip_norm optimizer.eps model.norm_eps model.logit_softcap
-    model.attention.softcap model.attention.rope_base loss.z_loss""".split()
+    model.attention.softcap model.attention.rope_base model.attention.rope_factor model.attention.scale
+    model.attention.qk_norm_eps model.embedding_scale loss.z_loss""".split()
 NOT_NEGATIVE = ["optimizer.weight_decay", "optimizer.end_learning_rate"]
 BELOW_1 = """model.dropout model.attention.dropout optimizer.b1 optimizer.b2 optimizer.momentum
     optimizer.muon_momentum""".split()
@@ -419,6 +421,8 @@ KINDS_OF = """model.attention.kind model.attention.implementation model.attentio
     optimizer.nonfinite data.kind data.tokenizer""".split()
 READ_BY = {  # the kinds that read a setting, where TINY's does not
     "model.attention.window": "model.attention.kind=sliding",
+    "model.attention.rope_factor": "model.positions=rope_llama3",
+    "model.attention.rope_original_len": "model.positions=rope_llama3",
     "optimizer.end_learning_rate": "optimizer.schedule=linear",
     "optimizer.momentum": "optimizer.kind=sgd",
     "optimizer.muon_momentum": "optimizer.kind=muon",

@@ -132,7 +132,7 @@ def test_an_explicit_kernel_is_never_replaced(rows):
 
 
 def test_P49_rotary_angles_are_float32_whatever_the_compute_type():
-    cos, sin = ops.rope_table(jnp.arange(1024)[None], 64, 10_000.0)
+    cos, sin = ops.rope_table(jnp.arange(1024)[None], ops.rope_frequencies(64, 10_000.0))
     exact = np.arange(1024)[:, None] * 10_000.0 ** (-np.arange(0, 64, 2) / 64)
     assert cos.dtype == sin.dtype == jnp.float32
     for at in (255, 257, 1023):
@@ -150,7 +150,9 @@ def test_P50_rotation_is_half_split():
     table = tuple(f(jnp.asarray([1.0, 0.01]))[None, None, None] for f in (jnp.cos, jnp.sin))
     y = ops.rotate(jnp.asarray([1.0, 2.0, 3.0, 4.0])[None, None, None], table)
     np.testing.assert_allclose(y.ravel(), [-1.984111, 1.959901, 2.462378, 4.0198], atol=1e-6)
-    np.testing.assert_allclose(ops.rope_table(jnp.asarray([[1]]), 4, 10_000.0)[0].ravel(), np.cos([1, 0.01]), atol=1e-7)
+    np.testing.assert_allclose(
+        ops.rope_table(jnp.asarray([[1]]), ops.rope_frequencies(4, 10_000.0))[0].ravel(), np.cos([1, 0.01]), atol=1e-7
+    )
 
 
 # ---- precision

@@ -32,11 +32,23 @@ DEPARTURES = {
     "sliding": dict(model__attention__kind="sliding"),
     "alternating": dict(model__pattern=("full", "sliding"), model__num_layers=3),  # one period, and a layer left over
     "multi_head": dict(model__attention__num_kv_heads=None),
+    "attention_scale": dict(model__attention__scale=0.2),
+    # A norm of small numbers magnifies their rounding, hence the epsilon.
+    "post_norms": dict(model__post_norms=True, model__norm="rms_norm_offset", model__norm_eps=1e-2),
+    "embedding_scale": dict(model__embedding_scale=4.0, model__tie_embeddings=True),
     "attention_softcap": dict(model__attention__softcap=2.0),
-    "qk_norm": dict(model__attention__qk_norm=True),
+    "qk_norm": dict(model__attention__qk_norm=True, model__attention__qk_norm_eps=1e-2),
     "qkv_bias": dict(model__attention__bias="qkv"),
     "qkvo_bias": dict(model__attention__bias="qkvo"),
     "learned": dict(model__positions="learned"),
+    # The two frequencies turn 5.7 and 0.06 times in 36 positions: one stays, one is stretched. 32 of 40 times is in between.
+    "rope_llama3": dict(model__positions="rope_llama3", model__attention__rope_original_len=36),
+    "rope_llama3_between": dict(
+        model__positions="rope_llama3",
+        model__attention__rope_original_len=200,
+        model__attention__rope_factor=2.0,
+        model__attention__rope_high_freq_factor=40.0,
+    ),
     "none": dict(model__positions="none"),
     "layer_norm": dict(model__norm="layer_norm"),
     "layer_norm_no_bias": dict(model__norm="layer_norm_no_bias"),

@@ -19,8 +19,15 @@ class AttentionConfig:
     head_dim: int | None = None  # None: model.dim / num_heads
     window: int = 256  # positions that a sliding layer sees, its own included
     rope_base: float = 10_000.0  # of RoPE's wavelengths
+    # Of rope_llama3, which stretches the longer wavelengths: see ops.stretched.
+    rope_factor: float = 8.0  # by which they are stretched
+    rope_low_freq_factor: float = 1.0  # turns within rope_original_len below which a wavelength is stretched in full
+    rope_high_freq_factor: float = 4.0  # above which it is not
+    rope_original_len: int = 8192  # positions of the training before
+    scale: float | None = None  # of scores, before soft-cap and softmax; None: head_dim ** -0.5
     bias: str = "none"  # "none", "qkv" or "qkvo": which projections add a bias
-    qk_norm: bool = False  # RMSNorm (epsilon 1e-6) of queries and keys over the head, before RoPE
+    qk_norm: bool = False  # RMSNorm of queries and keys over the head, before RoPE
+    qk_norm_eps: float = 1e-6  # added to its mean square
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     dropout: float | None = None  # of the attention weights; None: model.dropout
     implementation: str = "auto"  # "auto" or one of IMPLEMENTATIONS
@@ -227,6 +234,8 @@ def choose(implementation: str, platform: str, **needs: Any) -> str:
 
 def mix(q_BSHK, k_BTGK, v_BTGK, mask: Mask, cfg: AttentionConfig, keys_B=None, rate: float = 0.0) -> jax.Array:
     """The weighted mean of the values that each query may see, [B, S, H, K] in v's dtype; softmax in float32."""
+    if cfg.scale is not None:
+        q_BSHK *= cfg.scale * q_BSHK.shape[-1] ** 0.5  # the kernels' own scale is head_dim ** -0.5
     mesh = jax.sharding.get_abstract_mesh()
     name = choose(
         cfg.implementation,
@@ -273,7 +282,8 @@ def attention(
     """Causal multi-head attention with shared key/value heads, [B, S, D] -> [B, S, D]; and the cache's stacks with x's tokens."""
     q_BSHK, k_BSGK, v_BSGK = (linear(x_BSD, params[n], params.get(f"{n}_bias")) for n in "qkv")
     if cfg.qk_norm:
-        q_BSHK, k_BSGK = rms_norm(params["q_norm"], q_BSHK), rms_norm(params["k_norm"], k_BSGK)
+        q_BSHK = rms_norm(params["q_norm"], q_BSHK, cfg.qk_norm_eps)
+        k_BSGK = rms_norm(params["k_norm"], k_BSGK, cfg.qk_norm_eps)
     if ctx.rope is not None:
         q_BSHK, k_BSGK = rotate(q_BSHK, ctx.rope), rotate(k_BSGK, ctx.rope)
     mask, stacks, cache = Mask(kind.window(cfg), ctx.segments_BS), (), ctx.cache

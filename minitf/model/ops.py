@@ -44,12 +44,25 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def rope_table(positions_BS: jax.Array, head_dim: int, base: float) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each float32 [B, S, 1, head_dim/2]: angle = position * base ** (-2i / head_dim) (RoFormer, arXiv:2104.09864).
+def rope_frequencies(head_dim: int, base: float) -> jax.Array:
+    """float32 [head_dim/2], radians a position: base ** (-2i / head_dim) (RoFormer, arXiv:2104.09864)."""
+    return base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+
+
+def stretched(frequencies: jax.Array, factor: float, low: float, high: float, length: int) -> jax.Array:
+    """Llama 3.1's frequencies for texts `factor` times as long as the `length` of pretraining: those of fewer than `low` turns
+    in it are divided by the factor, those of more than `high` stay, in between it is a mean of both (Llama 3, arXiv:2407.21783;
+    the formula is that of github.com/meta-llama/llama-models, apply_scaling)."""
+    turns = length * frequencies / (2 * math.pi)
+    stay = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (stay + (1 - stay) / factor)
+
+
+def rope_table(positions_BS: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each float32 [B, S, 1, K/2], of position * frequency.
 
     Positions and angles are float32: in bfloat16 positions from 257 on coincide.
     """
-    frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = positions_BS.astype(jnp.float32)[:, :, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -26,6 +26,8 @@ def layer_norm(scale, bias, x, eps):
 def norm(params, x, cfg):
     if cfg.norm == "rms_norm":
         return rms_norm(params["scale"], x, cfg.norm_eps)
+    if cfg.norm == "rms_norm_offset":
+        return rms_norm(1 + params["scale"], x, cfg.norm_eps)
     if cfg.norm == "layer_norm":
         return layer_norm(params["scale"], params["bias"], x, cfg.norm_eps)
     if cfg.norm == "layer_norm_no_bias":
@@ -33,12 +35,27 @@ def norm(params, x, cfg):
     raise AssertionError(cfg.norm)
 
 
-def rotate_half_split(x, positions, base):
+def llama3_frequency(frequency, a):
+    """By wavelength, as Llama 3.1 is described: long ones stretched, short ones kept, in between a mean."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength > a.rope_original_len / a.rope_low_freq_factor:
+        return frequency / a.rope_factor
+    if wavelength < a.rope_original_len / a.rope_high_freq_factor:
+        return frequency
+    smooth = a.rope_original_len / wavelength - a.rope_low_freq_factor
+    smooth = smooth / (a.rope_high_freq_factor - a.rope_low_freq_factor)
+    return (1 - smooth) * frequency / a.rope_factor + smooth * frequency
+
+
+def rotate_half_split(x, positions, cfg):
     """x [B, H, S, K]; pairs (i, i + K/2) turn by position * base^(-2i/K)."""
     K = x.shape[-1]
     columns = []
     for i in range(K // 2):
-        angle = positions[:, None, :] * base ** (-2 * i / K)
+        frequency = cfg.attention.rope_base ** (-2 * i / K)
+        if cfg.positions == "rope_llama3":
+            frequency = llama3_frequency(frequency, cfg.attention)
+        angle = positions[:, None, :] * frequency
         a, b = x[..., i], x[..., i + K // 2]
         columns.append((a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)))
     return jnp.stack([c[0] for c in columns] + [c[1] for c in columns], axis=-1)
@@ -64,17 +81,17 @@ def causal_self_attention(params, x, cfg, kind, positions, segments):
 
     q, k, v = split_heads(q, H), split_heads(k, G), split_heads(v, G)
     if a.qk_norm:
-        q = rms_norm(params["q_norm"], q, 1e-6)
-        k = rms_norm(params["k_norm"], k, 1e-6)
-    if cfg.positions == "rope":
-        q = rotate_half_split(q, positions, a.rope_base)
-        k = rotate_half_split(k, positions, a.rope_base)
+        q = rms_norm(params["q_norm"], q, a.qk_norm_eps)
+        k = rms_norm(params["k_norm"], k, a.qk_norm_eps)
+    if cfg.positions in ("rope", "rope_llama3"):
+        q = rotate_half_split(q, positions, cfg)
+        k = rotate_half_split(k, positions, cfg)
 
     # Query head h reads key/value head h // (H / G).
     k = jnp.stack([k[:, h // (H // G)] for h in range(H)], axis=1)
     v = jnp.stack([v[:, h // (H // G)] for h in range(H)], axis=1)
 
-    scores = (q @ k.swapaxes(-1, -2)) / math.sqrt(K)
+    scores = (q @ k.swapaxes(-1, -2)) * (K**-0.5 if a.scale is None else a.scale)
     if a.softcap is not None:
         scores = a.softcap * jnp.tanh(scores / a.softcap)
     mask = jnp.tril(jnp.ones((T, T), dtype=bool))
@@ -115,10 +132,15 @@ def mlp(params, x, cfg):
 
 
 def block(params, x, cfg, kind, positions, segments):
-    x = x + causal_self_attention(
-        params["attention"], norm(params["attention_norm"], x, cfg), cfg, kind, positions, segments
-    )
-    return x + mlp(params["mlp"], norm(params["mlp_norm"], x, cfg), cfg)
+    y = norm(params["attention_norm"], x, cfg)
+    y = causal_self_attention(params["attention"], y, cfg, kind, positions, segments)
+    if cfg.post_norms:
+        y = norm(params["attention_post_norm"], y, cfg)
+    x = x + y
+    y = mlp(params["mlp"], norm(params["mlp_norm"], x, cfg), cfg)
+    if cfg.post_norms:
+        y = norm(params["mlp_post_norm"], y, cfg)
+    return x + y
 
 
 def one_layer(stack, i):
@@ -131,6 +153,8 @@ def model(params, token_ids, cfg, positions=None, segments=None):
     if positions is None:
         positions = jnp.stack([jnp.arange(T)] * B)
     x = params["embedding"][token_ids]
+    if cfg.embedding_scale is not None:
+        x = x * cfg.embedding_scale
     if cfg.positions == "learned":
         x = x + params["position_embedding"][positions]
 

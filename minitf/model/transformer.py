@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from minitf.model.attention import ATTENTION, AttentionConfig, Context, Layer, LayerCache, Stacks, attention, sizes
 from minitf.model.mlp import MLP, MlpConfig
-from minitf.model.ops import dropout, layer_norm, matmul, rms_norm, rope_table, softcap
-from minitf.params import Param, stacked, with_inits
+from minitf.model.ops import dropout, layer_norm, matmul, rms_norm, rope_frequencies, rope_table, softcap, stretched
+from minitf.params import Param, stacked, with_inits, zeros
 from minitf.sharding import gather, pin, pin_cache
 
 
@@ -26,6 +26,8 @@ class ModelConfig:
     positions: str = "rope"  # see POSITIONS
     norm: str = "rms_norm"  # see NORMS
     norm_eps: float = 1e-6  # added to the variance
+    post_norms: bool = False  # norms also of what a block's attention and MLP give, before it is added
+    embedding_scale: float | None = None  # factor of token embeddings on their way in (not in a tied head); None: 1
     tie_embeddings: bool = False  # the head is the embedding, transposed
     logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     dropout: float = 0.0  # rate after the embedding, in attention weights, before each residual addition
@@ -53,8 +55,13 @@ def scale_bias_params(dim: int) -> dict[str, Param]:
     return dict(scale_params(dim), bias=Param((dim,), ("norm",), "bias"))
 
 
+def offset_params(dim: int) -> dict[str, Param]:
+    return dict(scale=Param((dim,), ("norm",), "scale", init=zeros))
+
+
 NORMS = {
     "rms_norm": Norm(scale_params, lambda p, x, eps: rms_norm(p["scale"], x, eps)),
+    "rms_norm_offset": Norm(offset_params, lambda p, x, eps: rms_norm(1 + p["scale"], x, eps)),  # Gemma's: less 1
     "layer_norm": Norm(scale_bias_params, lambda p, x, eps: layer_norm(p["scale"], p["bias"], x, eps)),
     "layer_norm_no_bias": Norm(scale_params, lambda p, x, eps: layer_norm(p["scale"], None, x, eps)),
 }
@@ -71,16 +78,28 @@ def no_params(cfg: ModelConfig) -> dict[str, Param]:
     return {}
 
 
+def plain_frequencies(cfg: AttentionConfig, head_dim: int) -> jax.Array:
+    return rope_frequencies(head_dim, cfg.rope_base)
+
+
+def llama3_frequencies(cfg: AttentionConfig, head_dim: int) -> jax.Array:
+    low, high = cfg.rope_low_freq_factor, cfg.rope_high_freq_factor
+    return stretched(plain_frequencies(cfg, head_dim), cfg.rope_factor, low, high, cfg.rope_original_len)
+
+
 class Positions(NamedTuple):
     params: Callable  # (cfg) -> declarations beside the token embedding
-    rope: bool  # whether queries and keys rotate
+    # (cfg.attention, head size) -> radians a position by which queries and keys turn, [K/2]; None: they do not
+    frequencies: Callable[[AttentionConfig, int], jax.Array] | None = None
     reads: tuple[str, ...] = ()  # settings of AttentionConfig that it alone reads
 
 
+STRETCHED = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len")
 POSITIONS = {
-    "learned": Positions(position_params, rope=False),
-    "rope": Positions(no_params, rope=True, reads=("rope_base",)),
-    "none": Positions(no_params, rope=False),
+    "learned": Positions(position_params),
+    "rope": Positions(no_params, plain_frequencies, reads=("rope_base",)),
+    "rope_llama3": Positions(no_params, llama3_frequencies, reads=("rope_base", *STRETCHED)),
+    "none": Positions(no_params),
 }
 
 
@@ -116,12 +135,15 @@ def layers_at(cfg: ModelConfig, place: int) -> int:
 
 def block_params(cfg: ModelConfig, kind: str) -> dict[str, Any]:
     norm = NORMS[cfg.norm].params
-    return dict(
+    specs = dict(
         attention_norm=norm(cfg.dim),
         attention=ATTENTION[kind].params(cfg.attention, cfg.dim),
         mlp_norm=norm(cfg.dim),
         mlp=MLP[cfg.mlp.kind].params(cfg.mlp, cfg.dim),
     )
+    if cfg.post_norms:
+        specs |= dict(attention_post_norm=norm(cfg.dim), mlp_post_norm=norm(cfg.dim))
+    return specs
 
 
 def model_params(cfg: ModelConfig) -> dict[str, Any]:
@@ -174,20 +196,31 @@ def drop(x: jax.Array, keys_B: jax.Array | None, site: int, rate: float) -> jax.
 
 
 def block(params: Any, x: jax.Array, cfg: ModelConfig, kind: Layer, ctx: Context) -> tuple[jax.Array, Stacks]:
-    """x + attention(norm(x)), then x + mlp(norm(x)), [B, S, D] -> [B, S, D]; and the cache's stacks."""
-    norm = functools.partial(NORMS[cfg.norm].apply, eps=cfg.norm_eps)
+    """x + attention(norm(x)), then x + mlp(norm(x)), [B, S, D] -> [B, S, D]; and the cache's stacks. With post_norms each
+    addition is normed."""
+
+    def norm(name: str, x: jax.Array) -> jax.Array:
+        return NORMS[cfg.norm].apply(params[name], x, cfg.norm_eps)
+
+    def post(name: str, y: jax.Array) -> jax.Array:
+        return norm(name, y) if cfg.post_norms else y
+
     keys = ctx.dropout_keys_B
     inner = ctx._replace(dropout_keys_B=fold(keys, ATTENTION_WEIGHTS))
-    y, stacks = attention(params["attention"], norm(params["attention_norm"], x), cfg.attention, inner, kind)
-    x = x + drop(checkpoint_name(y, "attention_out"), keys, ATTENTION_OUT, cfg.dropout)
-    y = MLP[cfg.mlp.kind].apply(params["mlp"], norm(params["mlp_norm"], x), cfg.mlp)
-    return x + drop(checkpoint_name(y, "mlp_out"), keys, MLP_OUT, cfg.dropout), stacks
+    y, stacks = attention(params["attention"], norm("attention_norm", x), cfg.attention, inner, kind)
+    y = post("attention_post_norm", checkpoint_name(y, "attention_out"))
+    x = x + drop(y, keys, ATTENTION_OUT, cfg.dropout)
+    y = MLP[cfg.mlp.kind].apply(params["mlp"], norm("mlp_norm", x), cfg.mlp)
+    y = post("mlp_post_norm", checkpoint_name(y, "mlp_out"))
+    return x + drop(y, keys, MLP_OUT, cfg.dropout), stacks
 
 
 def embed(params: Any, tokens_BS: jax.Array, positions_BS: jax.Array, cfg: ModelConfig) -> jax.Array:
     names = [n for n in ("embedding", "position_embedding") if n in params]
     tables = gather({n: params[n] for n in names}, {n: model_params(cfg)[n] for n in names}, cfg.dtype)
     x = tables["embedding"][tokens_BS]
+    if cfg.embedding_scale is not None:
+        x *= cfg.embedding_scale
     return x + tables["position_embedding"][positions_BS] if "position_embedding" in tables else x
 
 
@@ -239,8 +272,9 @@ def hidden(
         segments = (times >= cache.first_B[:, None]).astype(jnp.int32) if S > 1 else None
     elif positions is None:
         positions = jnp.broadcast_to(jnp.arange(S), tokens_BS.shape)
+    frequencies = POSITIONS[cfg.positions].frequencies
     head_dim = sizes(cfg.attention, cfg.dim)[2]
-    rope = rope_table(positions, head_dim, cfg.attention.rope_base) if POSITIONS[cfg.positions].rope else None
+    rope = None if frequencies is None else rope_table(positions, frequencies(cfg.attention, head_dim))
 
     x = embed(params, tokens_BS, positions, cfg)
     x = pin(drop(x, fold(dropout_keys, cfg.num_layers), EMBEDDING, cfg.dropout))
