@@ -27,7 +27,6 @@ from minitf.data.store import MANIFEST, SPLITS, Joined, Store
 from minitf.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from minitf.sharding import MeshConfig
 from minitf.step import eval_step, scores, totals
-from minitf.train import surroundings
 
 
 def run_tokenizer(workdir: Any) -> Tokenizer:
@@ -111,7 +110,7 @@ def sums_of(
     cfg = dataclasses.replace(model.cfg, model=dataclasses.replace(model.cfg.model, attention=attention))
     step = jax.jit(functools.partial(eval_step, byte_lengths=None, cfg=cfg), out_shardings=sharding.replicated(mesh))
     batches = pipeline.batches(rows, batch_size, sharding.batch_sharding(mesh), model.cfg.data)
-    with surroundings(mesh, model.cfg.model.dtype):
+    with sharding.surroundings(mesh, model.cfg.model.dtype):
         return totals(step, model.params, batches)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from minitf import run, sharding
 from minitf.data.tokenizer import Tokenizer
 from minitf.model.transformer import model as forward
-from minitf.train import surroundings
 
 try:
     import lm_eval
@@ -78,7 +77,7 @@ class Model(TemplateLM):
                 place = (r, slice(len(row[name]))) if of_positions else r
                 batch[name][place] = row[name]
         layout = sharding.batch_sharding(self._mesh)
-        with surroundings(self._mesh, self._cfg.dtype):
+        with sharding.surroundings(self._mesh, self._cfg.dtype):
             found = function(self._model.params, {k: jax.device_put(v, layout) for k, v in batch.items()})
         return [np.asarray(a)[: len(rows)] for a in jax.tree.leaves(found)]
 

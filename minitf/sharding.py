@@ -1,9 +1,10 @@
 """The mesh, the one table from logical to mesh axes, and the two seams (`pin`, `gather`) that hold all that the model
 knows of sharding."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -155,6 +156,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows over data and fsdp; every process of a tensor axis holds the same rows."""
     return NamedSharding(mesh, P(BATCH))
+
+
+@contextlib.contextmanager
+def surroundings(mesh: Mesh, dtype: str) -> Iterator[None]:
+    """What programs run in: the mesh, and products in float32 where model.dtype asks for float32: TPUs and GPUs would use fewer
+    bits."""
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        yield
 
 
 def batch_shards(mesh: Mesh) -> int:

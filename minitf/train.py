@@ -37,6 +37,7 @@ from minitf.metrics import Events, MetricWriter, NoWriter, StepClock, peak_flops
 from minitf.model import attention
 from minitf.model.transformer import flops_per_token, model_params, pattern
 from minitf.optimizer import make_optimizer, make_schedule
+from minitf.sharding import surroundings
 from minitf.state import TrainState, abstract_state, first_state, init_state, state_shardings
 from minitf.step import Batch, eval_step, evaluate, train_step
 
@@ -184,13 +185,6 @@ def program(job: Job) -> Program:
         jax.jit(step, donate_argnums=0, out_shardings=(layout, everywhere)),
         jax.jit(functools.partial(eval_step, byte_lengths=lengths, cfg=cfg), out_shardings=everywhere),
     )
-
-
-@contextlib.contextmanager
-def surroundings(mesh: jax.sharding.Mesh, dtype: str) -> Iterator[None]:
-    """The mesh, and products in float32 where model.dtype asks for float32: TPUs and GPUs would use fewer bits."""
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        yield
 
 
 def training_batches(job: Job, start: int = 0, mixed: list[Phase] | None = None) -> Iterator[Batch]:

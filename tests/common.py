@@ -84,7 +84,8 @@ def random_batch(cfg: Config, seed: int = 0, weights: Any = None) -> dict[str, j
 
 
 def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> Any:
-    """Noise around 1 for what begins as 1 (scales), around 0 for all else, so that no scale is 1 and no bias 0: a wrong use of one would show."""
+    """Noise around 1 for what begins as 1 (scales), around 0 for all else: no scale is 1 and no bias 0, where a wrong use of one
+    would not show."""
     rng = np.random.default_rng(seed)
 
     def one(p: P.Param) -> jax.Array:

@@ -22,7 +22,7 @@ def gradients(cfg):
 def test_P01_the_combiner_weighs_tokens_not_parts():
     w = jnp.eye(2, 4) * 0  # equal logits: every token costs ln 4
     sums = [
-        token_sums(w, jnp.ones((1, n, 2)), jnp.zeros((1, n), int), jnp.full((1, n), c), None)
+        token_sums(w, jnp.ones((1, n, 2)), jnp.zeros((1, n), int), jnp.full((1, n), c), TINY.model)
         for n, c in ((2, 4), (6, 1))
     ]
     total = sum(s["loss"].sum() for s in sums) / np.log(4)

@@ -8,7 +8,7 @@ import pytest
 from common import MESHES, TINY, change
 
 from minitf import params as P
-from minitf import train
+from minitf import sharding, train
 from minitf.model.transformer import model_params
 from minitf.sharding import MeshConfig
 
@@ -84,7 +84,7 @@ def first_state(mesh: str):
     """What a run starts from, through the program that a run compiles."""
     cfg = change(TINY, model__attention__num_kv_heads=4, mesh=MeshConfig(*MESHES[mesh]))
     job = train.prepare(cfg, jax.devices()[: math.prod(MESHES[mesh])])
-    with train.surroundings(job.mesh, job.cfg.model.dtype):
+    with sharding.surroundings(job.mesh, job.cfg.model.dtype):
         return jax.tree.map(np.asarray, train.program(job).init(jax.random.key(3)))
 
 

@@ -17,7 +17,7 @@ import pytest
 from common import ROOT, TINY, change, launch, series, text_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from minitf import metrics, run, train
+from minitf import metrics, run, sharding, train
 from minitf import params as P
 from minitf.checkpoint import Checkpoints
 from minitf.data import datasets, pipeline
@@ -255,7 +255,7 @@ def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
     cfg = change(cfg, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor)
     job = train.prepare(cfg, jax.devices()[: math.prod(mesh)])
     with (
-        train.surroundings(job.mesh, job.cfg.model.dtype),
+        sharding.surroundings(job.mesh, job.cfg.model.dtype),
         run.checkpoints_of(run.resolve(str(tmp_path / "w"))) as checkpoints,
     ):
         restored = checkpoints.restore_newest(

@@ -38,9 +38,10 @@ from minitf.config import Config
 from minitf.metrics import PEAK_FLOPS, human, peak_flops
 from minitf.model.transformer import flops_per_token, model_params
 from minitf.run import resolve
+from minitf.sharding import surroundings
 from minitf.state import TrainState
 from minitf.step import Batch
-from minitf.train import Job, Program, about, implementation, prepare, program, surroundings, training_batches
+from minitf.train import Job, Program, about, implementation, prepare, program, training_batches
 
 WARM_UP = 2  # steps before the first that counts
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in one unit of ru_maxrss

@@ -359,7 +359,16 @@ def load_store(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     return Corpus(train, val, tokenizer, size, hashlib.sha256(identity.encode()).hexdigest())
 
 
+def load_none(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+    """Of an imported model."""
+    raise ValueError(
+        "data.kind=none: the run's model was imported and has no data; evaluate takes some by --data, and a training in another "
+        "work directory starts from its parameters by --config.init_from"
+    )
+
+
 DATASETS = {
+    "none": Source(load_none, reads=()),
     "stdlib": Source(load_stdlib, reads=("tokenizer",)),
     "text": Source(load_text, reads=("path", "val_path", "val_fraction", "tokenizer")),
     "parquet": Source(load_parquet, reads=("path", "val_path", "val_fraction", "tokenizer", "text_key")),

@@ -25,6 +25,7 @@ SPELLINGS = {
 class Tokenizer(Protocol):
     name: str
     specials: Mapping[str, int]  # role (see SPELLINGS) -> id
+    prefix: tuple[int, ...]  # ids that stand before a text that a model goes on with
 
     @property
     def vocab_size(self) -> int: ...
@@ -59,6 +60,7 @@ class ByteTokenizer:
 
     name: str = "bytes"
     specials: dict[str, int] = dataclasses.field(default_factory=lambda: {"eos": 256, "bos": 257, "pad": 258})
+    prefix = ()
 
     @property
     def vocab_size(self) -> int:
@@ -102,6 +104,7 @@ class CharTokenizer:
     alphabet: str
     name: str = "chars"
     specials: dict[str, int] = dataclasses.field(default_factory=dict)
+    prefix = ()
 
     @classmethod
     def of(cls, documents: list[tuple[str, bytes]]) -> "CharTokenizer":
@@ -169,6 +172,9 @@ class HuggingFaceTokenizer:
         self.library.encode_special_tokens = True
         self._vocabulary = self.library.get_vocab(with_added_tokens=True)
         self.specials = self._named_specials()
+        # What its own post-processor puts there: <s>, <|begin_of_text|>, or nothing.
+        added = self.library.encode("", add_special_tokens=True).ids
+        self.prefix = tuple(i for i in added if i == self.specials.get("bos"))
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:

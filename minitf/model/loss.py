@@ -16,10 +16,10 @@ class LossConfig:
 
 
 def token_sums(
-    w_DV: jax.Array, x: jax.Array, targets: jax.Array, weights: jax.Array, cap: float | None
+    w: jax.Array, x: jax.Array, targets: jax.Array, weights: jax.Array, cfg: ModelConfig
 ) -> dict[str, jax.Array]:
     """Weighted sums over a row's positions, float32 [B]: `loss` (nats) and `z_loss` (squared log-partition)."""
-    logits = head_logits(w_DV, x, cap)
+    logits = head_logits(w, x, cfg)
     log_partition = jax.nn.logsumexp(logits, axis=-1)
     # Comparing with every class partitions over a sharded vocabulary, where a gather would collect the logits.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
@@ -32,12 +32,12 @@ def loss_sums(
 ) -> dict[str, jax.Array]:
     """`token_sums` over a row's positions, at most `chunk` of the sequence at a time; the backward pass forms each chunk's
     logits again."""
-    w_DV = head_weight(params, cfg)
+    w = head_weight(params, cfg)
     B, S, _ = x_BSD.shape
     if chunk is None or chunk >= S:
-        return token_sums(w_DV, x_BSD, targets_BS, weights_BS, cfg.logit_softcap)
+        return token_sums(w, x_BSD, targets_BS, weights_BS, cfg)
     whole, rest = divmod(S, chunk)
-    one = jax.checkpoint(lambda *xs: token_sums(w_DV, *xs, cfg.logit_softcap), prevent_cse=False)
+    one = jax.checkpoint(lambda *xs: token_sums(w, *xs, cfg), prevent_cse=False)
 
     def chunks(a: jax.Array) -> jax.Array:
         return a[:, : whole * chunk].reshape(B, whole, chunk, *a.shape[2:]).swapaxes(0, 1)

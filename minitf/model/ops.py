@@ -6,12 +6,16 @@ import jax
 import jax.numpy as jnp
 
 
-def matmul(x: jax.Array, w: jax.Array, inputs: int = 1, **kwargs) -> jax.Array:
-    """Contracts the last `inputs` dimensions of x with the first `inputs` of w; keywords as of `jax.lax.dot`.
+def matmul(x: jax.Array, w: jax.Array, inputs: int = 1, *, transposed: bool = False, **kwargs) -> jax.Array:
+    """Contracts the last `inputs` dimensions of x with the first `inputs` of w, or the last one of both where w is a matrix
+    given transposed; keywords as of `jax.lax.dot`.
 
     Every product of an activation with a weight goes through here, so that a faster form is one change. Written as a product
     of two matrices, whose gradients are products of two matrices again: XLA's CPU compiler has a slower way for others.
     """
+    if transposed:  # not w.T: for one row of x XLA's CPU compiler would write it out
+        y = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), w, (((1,), (1,)), ((), ())), **kwargs)
+        return y.reshape(*x.shape[:-1], -1)
     rows, columns = x.shape[: x.ndim - inputs], w.shape[inputs:]
     contracted = math.prod(w.shape[:inputs])
     y = jax.lax.dot(x.reshape(-1, contracted), w.reshape(contracted, -1), **kwargs)

@@ -318,20 +318,20 @@ def hidden(
 
 
 def head_weight(params: Any, cfg: ModelConfig) -> jax.Array:
-    """The head [D, V] in cfg.dtype, whole along fsdp: the transposed embedding where tied."""
+    """The head [D, V] in cfg.dtype, whole along fsdp; where tied, the embedding [V, D]."""
     name = "embedding" if cfg.tie_embeddings else "head"
-    w = gather(params[name], model_params(cfg)[name], cfg.dtype)
-    return w.T if cfg.tie_embeddings else w
+    return gather(params[name], model_params(cfg)[name], cfg.dtype)
 
 
-def head_logits(w_DV: jax.Array, x: jax.Array, cap: float | None) -> jax.Array:
-    """float32 [..., V]: products of the compute dtype summed and capped in float32."""
-    return softcap(matmul(x, w_DV, preferred_element_type=jnp.float32), cap)
+def head_logits(w: jax.Array, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """float32 [..., V] of what `head_weight` returned: products of the compute dtype summed and capped in float32."""
+    y = matmul(x, w, transposed=cfg.tie_embeddings, preferred_element_type=jnp.float32)
+    return softcap(y, cfg.logit_softcap)
 
 
 def logits(params: Any, x_BSD: jax.Array, cfg: ModelConfig) -> jax.Array:
     """float32 logits [B, S, V] of what `hidden` returned."""
-    return head_logits(head_weight(params, cfg), x_BSD, cfg.logit_softcap)
+    return head_logits(head_weight(params, cfg), x_BSD, cfg)
 
 
 def model(params: Any, tokens_BS: jax.Array, cfg: ModelConfig, **kwargs: Any) -> jax.Array:
