@@ -29,6 +29,7 @@ from minitf.model.mlp import MLP
 from minitf.model.transformer import NORMS, POSITIONS, REMAT, ModelConfig, pattern
 from minitf.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from minitf.params import SCHEMES
+from minitf.sampling import SampleConfig
 from minitf.sharding import AXES, MeshConfig
 from minitf.tables import check_unread, did_you_mean, pick
 
@@ -45,6 +46,7 @@ class Config:
     log_every: int = 10  # steps
     eval_every: int | None = 100  # steps; also after the last; None: never
     eval_batches: int | None = 20  # batches of an evaluation, spread over the validation split; None: all of it
+    sample_every: int | None = None  # steps; also after the last; None: never: see sample
     init_from: str | None = None  # work directory whose parameters a new run starts from; optimizer and step start anew
     max_run_time: str | None = (
         None  # of this process, as in 11h30m: then it saves and ends with status 3; None: no limit
@@ -54,6 +56,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     loss: LossConfig = LossConfig()
     data: DataConfig = DataConfig()
+    sample: SampleConfig = SampleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
@@ -327,7 +330,8 @@ def validate(cfg: Config) -> None:
 
     m, a, o, d = cfg.model, cfg.model.attention, cfg.optimizer, cfg.data
     whole = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, accumulation=cfg.accumulation, log_every=cfg.log_every)
-    whole |= dict(eval_every=cfg.eval_every, eval_batches=cfg.eval_batches)
+    whole |= dict(eval_every=cfg.eval_every, eval_batches=cfg.eval_batches, sample_every=cfg.sample_every)
+    whole |= {"sample.max_new_tokens": cfg.sample.max_new_tokens}
     whole |= {f"model.{n}": getattr(m, n) for n in ("num_layers", "dim", "vocab_size", "max_seq_len", "unroll")}
     whole |= {
         f"model.attention.{n}": getattr(a, n)
@@ -439,6 +443,10 @@ def validate(cfg: Config) -> None:
         require("max_run_time", cfg.max_run_time, seconds("max_run_time", cfg.max_run_time) > 0, "above 0")
     if cfg.checkpoint.keep_best is not None and cfg.eval_every is None:
         raise ValueError(f"checkpoint.keep_best={cfg.checkpoint.keep_best} has no effect where eval_every=None")
+    require("sample.prompts", cfg.sample.prompts, len(cfg.sample.prompts) > 0, "at least one text")
+    cfg.sample.sampling().check("sample.")
+    if cfg.sample_every is None and cfg.sample != SampleConfig():
+        raise ValueError(f"{cfg.sample} has no effect where sample_every=None")
     if cfg.steps is not None:
         check_length(cfg, cfg.steps)
 

@@ -1,5 +1,7 @@
-"""A run's model for lm-evaluation-harness (extra `eval`): log-likelihoods of continuations, and greedy text."""
+"""A run's model for lm-evaluation-harness (extra `eval`): log-likelihoods of continuations, and texts."""
 
+import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 from minitf import run, sharding
 from minitf.data.tokenizer import Tokenizer
 from minitf.model.transformer import model as forward
+from minitf.sampling import Sampler, Sampling, complete
 
 try:
     import lm_eval
@@ -37,7 +40,7 @@ class Model(TemplateLM):
         self._batch_size = -(-batch_size // shards) * shards
         everywhere = sharding.replicated(mesh)
         self._score = jax.jit(self._score_rows, out_shardings=everywhere)
-        self._next = jax.jit(self._next_ids, out_shardings=everywhere)
+        self._sampler = Sampler(self._cfg, mesh, tokenizer.vocab_size, tokenizer.specials.get("eos"))
 
     @property
     def eot_token_id(self) -> int:
@@ -61,11 +64,6 @@ class Model(TemplateLM):
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
         counts = batch["counts"]
         return jnp.sum(jnp.where(counts, logp, 0), axis=1), jnp.all((logits.argmax(-1) == targets) | ~counts, axis=1)
-
-    def _next_ids(self, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        """The likeliest id after the position `last` of each row, [B]."""
-        logits = self._logits(params, batch["inputs"])
-        return jnp.take_along_axis(logits, batch["last"][:, None, None], axis=1)[:, 0].argmax(-1)
 
     def _call(self, function: Any, rows: list[dict[str, Any]], length: int) -> list[np.ndarray]:
         """The function over at most batch_size rows, padded at their ends; its results for these rows."""
@@ -110,27 +108,36 @@ class Model(TemplateLM):
         return out
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The greedy text after each context, up to the first of its stop strings. Whatever the request's sampling settings."""
-        return [self._greedy(*request.args) for request in requests]
+        """The text after each context, up to the first of its stop strings."""
+        out: list[Any] = [None] * len(requests)
+        # Rows of one request's settings and of like length together.
+        contexts = [self.tok_encode(r.args[0]) or [self.eot_token_id] for r in requests]
+        key = lambda i: json.dumps(requests[i].args[1], sort_keys=True, default=str)
+        order = sorted(range(len(requests)), key=lambda i: (key(i), len(contexts[i])))
+        for _, alike in itertools.groupby(order, key):
+            rows = list(alike)
+            for at in range(0, len(rows), self._batch_size):
+                group = rows[at : at + self._batch_size]
+                texts = self._texts([contexts[i] for i in group], requests[group[0]].args[1])
+                for i, text in zip(group, texts, strict=True):
+                    out[i] = text
+        return out
 
-    def _greedy(self, context: str, settings: dict[str, Any]) -> str:
+    def _texts(self, contexts: list[list[int]], settings: dict[str, Any]) -> list[str]:
         until = settings.get("until") or []
-        until = [until] if isinstance(until, str) else until
-        ids, start = self.tok_encode(context) or [self.eot_token_id], None
-        start = len(ids)
-        text = ""
-        for _ in range(settings.get("max_gen_toks", 256)):
-            window = ids[-self._longest :]
-            length = next(n for n in buckets(self._longest) if n >= len(window))
-            ((found, *_),) = self._call(self._next, [dict(inputs=window, last=len(window) - 1)], length)
-            if int(found) == self.eot_token_id:
-                break
-            ids.append(int(found))
-            text = self._tokenizer.decode(np.array(ids[start:])).decode(errors="replace")
-            if any(stop in text for stop in until):
-                break
-        ends = [text.index(stop) for stop in until if stop in text]
-        return text[: min(ends, default=len(text))]
+        n = min(settings.get("max_gen_toks", 256), self._longest - 1)
+        greedy = not settings.get("do_sample") or not settings.get("temperature")
+        named = {k: settings[k] for k in ("temperature", "top_k", "top_p", "min_p") if k in settings}
+        found = complete(
+            self._sampler,
+            self._model.params,
+            self._tokenizer,
+            [np.array(ids[-(self._longest - n) :]) for ids in contexts],
+            n,
+            Sampling(temperature=0) if greedy else Sampling(**named),
+            stops=[until] if isinstance(until, str) else until,
+        )
+        return [c.text for c in found]
 
 
 def task_files(arguments: list[str]) -> tuple[list[str], list[str]]:

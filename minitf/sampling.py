@@ -5,6 +5,7 @@ not on the other rows, the padding or how many tokens are decoded at a time.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from minitf import params as P
 from minitf import sharding
 from minitf.data.tokenizer import Tokenizer
-from minitf.model.transformer import Cache, ModelConfig, hidden, logits, new_cache, pattern
+from minitf.model.transformer import Cache, ModelConfig, hidden, logits, model_params, new_cache, pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +107,31 @@ def bucket(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length()) if n <= 256 else -(-n // 256) * 256
 
 
-def unrolled(params: Any, cfg: ModelConfig) -> tuple[Any, ModelConfig]:
-    """The same model with each layer's weights as arrays of their own, in a period of all layers. Slicing a layer out of a stack
-    copies it on a CPU, for every token."""
+def apart(cfg: ModelConfig) -> ModelConfig:
+    """The same model in one period of all its layers."""
     kinds = pattern(cfg)
-    layers = [P.unstacked(stack) for stack in params["blocks"]]
-    at = [divmod(i, len(kinds)) for i in range(cfg.num_layers)]
-    blocks = tuple(jax.tree.map(lambda a: a[None], layers[place][period]) for period, place in at)
-    return dict(params, blocks=blocks), dataclasses.replace(cfg, pattern=tuple(kinds[place] for _, place in at))
+    return dataclasses.replace(cfg, pattern=tuple(kinds[i % len(kinds)] for i in range(cfg.num_layers)))
+
+
+def layers_apart(blocks: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The stacks of `apart`, one for each layer, from those of the pattern's places."""
+    places = [P.unstacked(stack) for stack in blocks]
+    layers = [layer for period in itertools.zip_longest(*places) for layer in period if layer is not None]
+    return tuple(jax.tree.map(lambda a: a[None], layer) for layer in layers)
+
+
+def prepared(params: Any, cfg: ModelConfig, mesh: jax.sharding.Mesh) -> tuple[Any, ModelConfig]:
+    """The same model where nothing but sampling is to come: weights in the compute dtype, and on a CPU each layer's apart, as
+    slicing a layer out of a stack copies it there, for every token."""
+    by_layer = mesh.devices.flat[0].platform == "cpu"
+    own_cfg = apart(cfg) if by_layer else cfg
+    specs = model_params(own_cfg)
+
+    def ready(params: Any) -> Any:
+        own = dict(params, blocks=layers_apart(params["blocks"])) if by_layer else params
+        return P.tree_map(lambda p, w: w if p.kind in ("scale", "bias") else w.astype(cfg.dtype), specs, own)
+
+    return jax.jit(ready, out_shardings=sharding.shardings(specs, mesh))(params), own_cfg
 
 
 class Sampler:
@@ -132,6 +150,10 @@ class Sampler:
     @property
     def max_seq_len(self) -> int:
         return self._cfg.max_seq_len
+
+    def room(self, prompts: Sequence[np.ndarray], most: int) -> int:
+        """How many tokens fit behind the longest of the prompts: from 1 to `most`."""
+        return max(1, min(most, self.max_seq_len - max(map(len, prompts))))
 
     def _emit(self, x_BD: jax.Array, params: Any, state: State, how: dict[str, jax.Array]) -> tuple[State, Drawn]:
         """The next token, from the activations at the last one."""
@@ -330,7 +352,7 @@ def complete(
     sampler: Sampler,
     params: Any,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[np.ndarray],
     max_new_tokens: int,
     sampling: Sampling = Sampling(),
     *,
@@ -340,14 +362,13 @@ def complete(
     chunk: int | None = None,
     show: Callable[[list[Completion]], None] = lambda completions: None,
 ) -> list[Completion]:
-    """The texts that follow the prompts. `show` is called whenever they have grown; further keywords as of `Sampler.stream`;
+    """The texts that follow the prompts (ids). `show` is called whenever they have grown; further keywords as of `Sampler.stream`;
     chunk: None: 16 where there are stop strings, else all. The texts do not depend on it."""
-    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-    found = [Completion(tokenizer, prompt, stops) for prompt in ids]
+    found = [Completion(tokenizer, prompt, stops) for prompt in prompts]
     chunk = chunk or (16 if any(stops) else None)
-    stopped = np.zeros(len(ids), bool)
+    stopped = np.zeros(len(prompts), bool)
     pieces = sampler.stream(
-        params, ids, max_new_tokens, sampling, seed=seed, numbers=numbers, chunk=chunk, stopped=stopped
+        params, prompts, max_new_tokens, sampling, seed=seed, numbers=numbers, chunk=chunk, stopped=stopped
     )
     for piece in pieces:
         for row, completion in enumerate(found):
@@ -363,11 +384,37 @@ def complete(
 # ---- while training
 
 
+TEMPERATURE = 0.8  # where none is given: a little likelier than the model's own distribution
+
+
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
     """Of the texts that a run writes every `sample_every` steps."""
 
     prompts: tuple[str, ...] = ("\n",)  # an empty one: the token that ends a document
     max_new_tokens: int = 64  # at most; fewer where model.max_seq_len is reached
-    temperature: float = 0.8  # 0: the likeliest token
+    temperature: float = TEMPERATURE  # 0: the likeliest token
     top_k: int = 0  # of the likeliest tokens; 0: all
+
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_k=self.top_k)
+
+
+def sample(sampler: Sampler, params: Any, tokenizer: Tokenizer, cfg: SampleConfig, seed: int) -> str:
+    """What the model makes of the prompts, each under a line of its own."""
+    prompts = fixed_prompts(sampler, tokenizer, cfg)
+    n = sampler.room(prompts, cfg.max_new_tokens)
+    found = complete(sampler, params, tokenizer, prompts, n, cfg.sampling(), seed=seed)
+    return "\n".join(f"--- {text!r}\n{text}{c.text}" for text, c in zip(cfg.prompts, found, strict=True))
+
+
+def fixed_prompts(sampler: Sampler, tokenizer: Tokenizer, cfg: SampleConfig) -> list[np.ndarray]:
+    """Raises ValueError for a prompt that cannot be gone on with."""
+    found = []
+    for prompt in cfg.prompts:
+        try:
+            found.append(prompt_ids(tokenizer, prompt))
+            sampler.check(found[-1:], 1)
+        except ValueError as e:
+            raise ValueError(f"sample.prompts: {prompt!r}: {e}") from None
+    return found

@@ -37,6 +37,7 @@ from minitf.metrics import Events, MetricWriter, NoWriter, StepClock, peak_flops
 from minitf.model import attention
 from minitf.model.transformer import flops_per_token, model_params, pattern
 from minitf.optimizer import make_optimizer, make_schedule
+from minitf.sampling import Sampler, fixed_prompts, sample
 from minitf.sharding import surroundings
 from minitf.state import TrainState, abstract_state, first_state, init_state, state_shardings
 from minitf.step import Batch, eval_step, evaluate, train_step
@@ -117,7 +118,18 @@ def prepare(cfg: Config, devices: list | None = None) -> Job:
     mesh = sharding.make_mesh(cfg.mesh, devices)
     specs = model_params(model)
     check_mesh(cfg, mesh, specs)
-    return Job(cfg, steps, rows, corpora, mesh, specs)
+    job = Job(cfg, steps, rows, corpora, mesh, specs)
+    if cfg.sample_every is not None:
+        if job.tokenizer is None:
+            raise ValueError(
+                f"sample_every={cfg.sample_every}: data.kind={cfg.data.kind} has no tokenizer to write text with"
+            )
+        fixed_prompts(sampler(job), job.tokenizer, cfg.sample)
+    return job
+
+
+def sampler(job: Job) -> Sampler:
+    return Sampler(job.cfg.model, job.mesh, job.tokenizer.vocab_size, job.tokenizer.specials.get("eos"))
 
 
 def describe(job: Job) -> str:
@@ -349,6 +361,15 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
             writer.write(step, scores)
             return scores["eval/loss"]
 
+        writes = None if cfg.sample_every is None else sampler(job)
+
+        def sample_now(step: int) -> None:
+            """Writes what the model makes of the fixed prompts: the same draws at every step."""
+            with events.timed("sample", step=step):
+                text = sample(writes, state.params, job.tokenizer, cfg.sample, cfg.seed)
+            writer.text(step, "samples", text)
+            writer.say(f"step {step}/{job.steps}  samples\n{text}")
+
         def evaluation_due(step: int) -> bool:
             return cfg.eval_every is not None and step > 0 and (step % cfg.eval_every == 0 or step == job.steps)
 
@@ -473,13 +494,14 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
                     stopping = failing = 0
                 # A process that is told to stop may have seconds left: it saves, and the next one evaluates.
                 evaluating = evaluation_due(step) and not (failing or stopping)
+                sampling = writes is not None and not (failing or stopping) and (step % cfg.sample_every == 0 or end)
                 every = cfg.checkpoint.every
                 saving = (
                     (every is not None and step % every == 0)
                     or due
                     or ((end or stopping or failing) and cfg.checkpoint.last)
                 )
-                if not (evaluating or saving or end or stopping or failing):
+                if not (evaluating or sampling or saving or end or stopping or failing):
                     continue
 
                 finish(*pending)
@@ -487,6 +509,8 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
                 lap(step)
                 watchdog.pause()
                 loss = evaluate_now(step) if evaluating else None
+                if sampling:
+                    sample_now(step)
                 if loss is not None and loss < best:
                     best = loss
                     saving = saving or cfg.checkpoint.keep_best is not None

@@ -11,9 +11,10 @@ from common import TINY, change, make_mesh, random_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minitf import params as P
 from minitf.data.tokenizer import ByteTokenizer, CharTokenizer
 from minitf.model.transformer import model
-from minitf.sampling import Completion, Sampler, Sampling, bucket, complete, draw, prompt_ids, unrolled
+from minitf.sampling import Completion, Sampler, Sampling, bucket, complete, draw, prepared, prompt_ids
 
 GREEDY = Sampling(temperature=0)
 CFG = change(TINY, model__max_seq_len=64, model__pattern=("sliding", "full"), model__attention__window=5).model
@@ -187,14 +188,23 @@ def test_a_mesh_changes_nothing(mesh):
     np.testing.assert_allclose(log_probs, one_log_probs, atol=1e-5)
 
 
-def test_unrolled_layers_change_nothing():
-    cfg = change(TINY, model__max_seq_len=64, model__pattern=("sliding", "full"), model__num_layers=3).model
+@pytest.mark.parametrize("mesh", ["1", "2x2x2"])
+@pytest.mark.parametrize("layers", [3, 4])
+def test_layers_apart_change_nothing(layers, mesh):
+    cfg = change(TINY, model__max_seq_len=64, model__pattern=("sliding", "full"), model__num_layers=layers).model
     params = random_params(cfg)
-    pieces = lambda params, cfg: list(Sampler(cfg, make_mesh("1")).stream(params, PROMPTS, 10, Sampling()))
-    own, own_cfg = unrolled(params, cfg)
-    assert own_cfg.pattern == ("sliding", "full", "sliding")
-    for a, b in zip(pieces(params, cfg), pieces(own, own_cfg), strict=True):
+    pieces = lambda params, cfg, mesh: list(Sampler(cfg, mesh).stream(params, PROMPTS, 10, Sampling()))
+    own, own_cfg = prepared(params, cfg, make_mesh(mesh))
+    assert own_cfg.pattern == ("sliding", "full") * 2 if layers == 4 else ("sliding", "full", "sliding")
+    for a, b in zip(pieces(params, cfg, make_mesh("1")), pieces(own, own_cfg, make_mesh(mesh)), strict=True):
         np.testing.assert_array_equal(a.ids, b.ids)
+
+
+def test_weights_are_cast_once_where_products_are_in_16_bits():
+    cfg = change(TINY, model__max_seq_len=64, model__dtype="bfloat16").model
+    own, _ = prepared(random_params(cfg), cfg, make_mesh("1"))
+    assert {str(a.dtype) for name, a in P.named(own) if "norm" not in name} == {"bfloat16"}
+    assert {str(a.dtype) for name, a in P.named(own) if "norm" in name} == {"float32"}
 
 
 def test_an_end_token_ends_a_row_and_nothing_comes_behind():
@@ -241,7 +251,7 @@ def test_P41_only_ids_of_the_tokenizer_are_drawn():
     tokenizer = CharTokenizer("".join(map(chr, range(97, 97 + 50))))
     cfg = change(TINY, model__max_seq_len=512).model
     sampler, params = Sampler(cfg, make_mesh("1"), tokenizer.vocab_size), random_params(cfg)
-    found = complete(sampler, params, tokenizer, ["abc"] * 4, 500, Sampling())
+    found = complete(sampler, params, tokenizer, [prompt_ids(tokenizer, "abc")] * 4, 500, Sampling())
     ids = np.array([c.ids for c in found])
     assert ids.shape == (4, 500)
     assert ids.max() == 49
@@ -328,9 +338,8 @@ def test_the_end_token_ends_the_text():
 @pytest.mark.parametrize("stops", [(), ("a",), ("é", "\n\n")])
 def test_texts_are_the_same_for_every_chunk(stops):
     sampler, params = text_model()
-    of = lambda chunk: complete(
-        sampler, params, BYTES, ["one", "another", ""], 60, Sampling(), stops=stops, chunk=chunk
-    )
+    prompts = [prompt_ids(BYTES, text) for text in ("one", "another", "")]
+    of = lambda chunk: complete(sampler, params, BYTES, prompts, 60, Sampling(), stops=stops, chunk=chunk)
     expected = of(None)
     for chunk in (1, 7):
         for a, b in zip(of(chunk), expected, strict=True):
@@ -345,7 +354,7 @@ def test_what_is_shown_only_grows_into_the_text():
         sampler,
         params,
         BYTES,
-        ["a", "b"],
+        [prompt_ids(BYTES, text) for text in "ab"],
         50,
         Sampling(),
         chunk=4,

@@ -19,6 +19,7 @@ KINDS = {
     "lost steps": "steps that a restart did again",
     "waiting for data": "",
     "evaluation": "",
+    "sampling": "texts by the model",
     "saving": "what the loop waited for; writing goes on behind the steps",
     "compiling": "",
     "starting": "interpreter, imports, data",
@@ -28,6 +29,7 @@ KINDS = {
 }
 BLOCKS = {
     "evaluation": "evaluation",
+    "sample": "sampling",
     "save": "saving",
     "compile": "compiling",
     "init": "initial state",
