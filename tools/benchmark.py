@@ -16,6 +16,7 @@ Only --saves writes files, and takes them away.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -148,38 +149,52 @@ def summary(facts: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def worker() -> None:
-    """Reads a config as JSON in one line and answers with its facts; then for each line "N" runs N steps and answers with
-    their times. An answer is a line of JSON on what was stdout; whatever else is printed goes to stderr."""
+    """Serves a config's facts, then for each number N the times of N steps."""
+
+    def begin(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str, Any]]]:
+        bench = start(prepare(config_lib.freeze(config)))
+        return facts(bench), functools.partial(run, bench)
+
+    serve(begin)
+
+
+def serve(begin: Callable[[Any], tuple[Any, Callable[[Any], Any]]]) -> None:
+    """The process behind a `Side`: answers the first line of JSON on stdin with the first of what `begin` gives for it, each
+    later one by the function that is the second. An answer is a line of JSON on what was stdout; whatever else is printed goes
+    to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def answer(value: dict[str, Any]) -> None:
+    def answer(value: Any) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
     try:
-        bench = start(prepare(config_lib.freeze(json.loads(sys.stdin.readline()))))
-        answer(facts(bench))
+        known, more = begin(json.loads(sys.stdin.readline()))
+        answer(known)
         for line in sys.stdin:
-            answer(run(bench, int(line)))
+            answer(more(json.loads(line)))
     except ValueError as e:
         answer({"error": str(e)})
 
 
 class Side:
-    """A worker's process, seen from the parent."""
+    """A process that measures, seen from the one that takes turns between several: see `serve`."""
 
-    def __init__(self, name: str, cfg: Config):
+    def __init__(self, name: str, arguments: list[str], first: Any):
         self._name = name
         # A GPU's memory is for both; by default the first process would take most of it.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
-        command = [sys.executable, "-m", "tools.benchmark", "--worker"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+            [sys.executable, "-m", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
         )
-        self.facts = self._ask(json.dumps(dataclasses.asdict(cfg)))
+        self.facts = self.ask(first)
 
-    def _ask(self, line: str) -> dict[str, Any]:
-        print(line, file=self._process.stdin, flush=True)
+    def ask(self, value: Any) -> dict[str, Any]:
+        print(json.dumps(value), file=self._process.stdin, flush=True)
         text = self._process.stdout.readline()
         if not text:
             raise RuntimeError(f"the process of {self._name} ended with status {self._process.wait()}")
@@ -187,9 +202,6 @@ class Side:
         if "error" in answer:
             raise ValueError(f"{self._name}: {answer['error']}")
         return answer
-
-    def run(self, steps: int) -> dict[str, Any]:
-        return self._ask(str(steps))
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -208,9 +220,9 @@ def compare(configs: dict[str, Config], steps: int, rounds: int) -> dict[str, An
     sides: dict[str, Side] = {}
     try:
         for name, cfg in configs.items():
-            sides[name] = Side(name, cfg)
-            sides[name].run(WARM_UP)
-        runs = [{name: side.run(steps) for name, side in sides.items()} for _ in range(rounds)]
+            sides[name] = Side(name, ["tools.benchmark", "--worker"], dataclasses.asdict(cfg))
+            sides[name].ask(WARM_UP)
+        runs = [{name: side.ask(steps) for name, side in sides.items()} for _ in range(rounds)]
     finally:
         for side in sides.values():
             side.close()
