@@ -1,0 +1,223 @@
+"""A Hugging Face model folder becomes a work directory, and a run's model such a folder."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from etils import epath
+
+import minitf
+from minitf import config as config_lib
+from minitf import params as P
+from minitf import run
+from minitf.checkpoint import Checkpoints, versions
+from minitf.config import Config
+from minitf.data.datasets import DataConfig
+from minitf.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from minitf.data.tokenizer import FILE as TOKENIZER
+from minitf.data.tokenizer import Tokenizer, load_tokenizer
+from minitf.huggingface import folder as files
+from minitf.huggingface import tokenizer as tokenizers
+from minitf.huggingface.families import FAMILIES, fitting, misfits, read_config, write_config
+from minitf.huggingface.folder import Stored, Tensor
+from minitf.metrics import is_local, write_whole
+from minitf.model.transformer import model_params
+from minitf.tables import pick
+from minitf.train import commit
+
+SEQ_LEN = 2048  # positions of a row of an imported model, where it knows so many
+
+
+class Done(NamedTuple):
+    """What was written."""
+
+    family: str
+    parameters: int
+    notes: list[str]
+
+
+@contextlib.contextmanager
+def layer_bar(text: str, layers: int) -> Iterator[Callable[[Tensor], None]]:
+    """A bar of the layers that are done, where the output is a terminal; what it gives hears of each tensor."""
+    from tqdm import tqdm
+
+    with tqdm(desc=text, total=layers, unit="layer", dynamic_ncols=True, disable=not sys.stderr.isatty()) as bar:
+        yield lambda tensor: None if tensor.layer is None else bar.update(tensor.layer + 1 - bar.n)
+
+
+# ---- import
+
+
+def import_model(
+    source: str | os.PathLike,
+    workdir: str | os.PathLike,
+    *,
+    dtype: str = "float32",
+    overwrite: bool = False,
+    ignore: tuple[str, ...] = (),
+) -> Done:
+    """Makes a work directory of a model folder: its parameters in float32 as the checkpoint of step 0, its tokenizer, and a
+    config. `dtype`: model.dtype. Raises ValueError for what a user can mend, before anything is written."""
+    source = Path(source).expanduser()
+    if not source.is_dir():
+        raise ValueError(f"{source}: no such directory")
+    name, cfg = described(source, dtype, ignore)
+    tokenizer, notes = read_tokenizer(source, cfg.model.vocab_size)
+    tensors = files.tensors_of(name, cfg.model)
+    workdir = run.resolve(os.fspath(workdir), "WORKDIR")
+    if workdir == run.resolve(os.fspath(source)):
+        raise ValueError(f"{workdir}: is the folder to import; give another directory")
+    with files.stored_tensors(source, FAMILIES[name]) as stored:
+        check_stored(source, stored, tensors, name, cfg.model.tie_embeddings)
+        with run.locked(workdir):
+            found = [] if overwrite else [path.name for path in run.written_by_us(workdir)]
+            if found:
+                raise ValueError(
+                    f"{workdir}: holds {', '.join(found)}; give another directory, or --overwrite to start anew in this one"
+                )
+            run.clear(workdir)
+            params = read_params(stored, tensors, cfg, workdir)
+            about = {
+                "config": dataclasses.asdict(cfg),
+                "imported": {"from": str(source.resolve()), "model_type": name},
+                "versions": {"minitf": minitf.__version__, **versions()},
+                "commit": commit(),
+            }
+            with Checkpoints(workdir / "checkpoints") as checkpoints:
+                checkpoints.save(0, {"params": params}, about)
+            for file, contents in tokenizer.items():
+                (workdir / file).write_bytes(contents)
+            # Last: without it the directory is no run.
+            write_whole(workdir / "config.json", config_lib.to_json(cfg))
+    return Done(name, sum(a.size for a in jax.tree.leaves(params)), notes)
+
+
+def described(source: Path, dtype: str, ignore: tuple[str, ...]) -> tuple[str, Config]:
+    """(family, the config of a run that has its model and no data)"""
+    where = source / files.CONFIG
+    tree = files.read_json(where)
+    model = dataclasses.replace(read_config(tree, str(where), ignore), dtype=dtype)
+    # One row at a time: the vocabulary may be large.
+    cfg = Config(steps=0, batch_size=1, seq_len=min(SEQ_LEN, model.max_seq_len), model=model)
+    cfg = dataclasses.replace(cfg, data=DataConfig(kind="none"))
+    try:
+        config_lib.validate(cfg)
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from None
+    return tree["model_type"], cfg
+
+
+def read_tokenizer(source: Path, vocab_size: int) -> tuple[dict[str, bytes], list[str]]:
+    """(contents of the tokenizer's files by name, what to tell of it)"""
+    if not (source / TOKENIZER).is_file():
+        return {}, [f"{source} has no {TOKENIZER}: text cannot be read with this model"]
+    tokenizers.library()
+    size = load_tokenizer(source / TOKENIZER).vocab_size
+    notes = [f"warning: {TOKENIZER} has {size} ids, the model {vocab_size}"] if size > vocab_size else []
+    found = (name for name in (TOKENIZER, TOKENIZER_CONFIG) if (source / name).is_file())
+    return {name: (source / name).read_bytes() for name in found}, notes
+
+
+def check_stored(source: Path, stored: dict[str, Stored], tensors: list[Tensor], name: str, tied: bool) -> None:
+    """Raises ValueError where the folder's tensors are not the model's. Takes out of `stored` what holds no parameters."""
+    family = FAMILIES[name]
+    for extra in [tensor for tensor in stored if re.fullmatch(family.ignored, tensor)]:
+        del stored[extra]
+    head, embedding = family.names["head"], family.names["embedding"]
+    copy = stored.pop(head, None) if tied else None
+    files.check_tensors(source, stored, {tensor.name: tensor.shape for tensor in tensors})
+    if copy is not None and not files.same_values(copy, stored[embedding]):
+        raise ValueError(
+            f"{source}: {head} is not {embedding}, though by {files.CONFIG} (tie_word_embeddings) they are one; where the head "
+            "is its own, set tie_word_embeddings to false there"
+        )
+
+
+def read_params(stored: dict[str, Stored], tensors: list[Tensor], cfg: Config, workdir: epath.Path) -> Any:
+    """The parameters. They are files until they are saved, so that memory stays near one chunk of a tensor."""
+    stacks = P.tree_map(lambda p: scratch(p.full_shape, workdir), model_params(cfg.model))
+    by_name = dict(P.named(stacks))
+    with layer_bar("layers read", cfg.model.num_layers) as done:
+        for tensor in tensors:
+            files.read_tensor(tensor, stored[tensor.name], by_name)
+            done(tensor)
+    # On a CPU they stay the same memory, that of the files; Orbax copies arrays of NumPy before it writes.
+    return jax.tree.map(lambda a: jax.device_put(np.asarray(a)), stacks)
+
+
+def scratch(shape: tuple[int, ...], workdir: epath.Path) -> np.ndarray:
+    """An array in a file without a name beside the checkpoint: it is gone with the process, however that ends."""
+    with tempfile.TemporaryFile(dir=workdir if is_local(workdir) else None) as f:
+        size = 4 * math.prod(shape)
+        if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and a signal later
+            os.posix_fallocate(f.fileno(), 0, size)
+        else:
+            f.truncate(size)
+        return np.memmap(f, np.float32, "r+", shape=shape)
+
+
+# ---- export
+
+
+def export_model(
+    workdir: str | os.PathLike,
+    out: str | os.PathLike,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    family: str | None = None,
+    max_shard_size: int = 5 * 10**9,
+) -> Done:
+    """Makes a model folder, which transformers loads, of a run's newest checkpoint or that of a step. `family`: one of
+    FAMILIES; None: the first that expresses the model. `max_shard_size`: bytes of a file. Raises ValueError for what a user
+    can mend."""
+    pick("--dtype", dict.fromkeys(("float32", "bfloat16")), dtype)
+    if family is not None:
+        pick("--family", FAMILIES, family)
+    out, source = Path(out).expanduser(), run.resolve(os.fspath(workdir), "WORKDIR")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out}: is there already; give another directory")
+    cfg, params, at = run.load_model(workdir, step)
+    name = fitting(cfg.model) if family is None else family
+    why = misfits(name, cfg.model)
+    if why:
+        raise ValueError(f"--family {name} does not express this model: {'; '.join(why)}")
+    tokenizer = load_tokenizer(source / TOKENIZER) if (source / TOKENIZER).exists() else None
+    notes = [f"the checkpoint of step {at}"] + ([] if tokenizer else [f"{source} has no {TOKENIZER}: none is written"])
+    arrays = {path: np.asarray(a) for path, a in P.named(params)}
+    # Whole or not at all: written beside it, and then renamed.
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    part.mkdir()
+    try:
+        with layer_bar("layers written", cfg.model.num_layers) as done:
+            numbers = jax.numpy.dtype(dtype)
+            files.write_tensors(part, files.tensors_of(name, cfg.model), arrays, numbers, max_shard_size, done)
+        write_configs(part, name, cfg, tokenizer, dtype)
+        if tokenizer is not None:
+            tokenizers.write_tokenizer(tokenizer, source, part)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return Done(name, sum(a.size for a in arrays.values()), notes)
+
+
+def write_configs(folder: Path, name: str, cfg: Config, tokenizer: Tokenizer | None, dtype: str) -> None:
+    """config.json and, where the end of a text has an id, generation_config.json."""
+    specials = {} if tokenizer is None else tokenizer.specials
+    ids = {f"{role}_token_id": specials.get(role) for role in ("bos", "eos", "pad")}
+    config = write_config(name, cfg.model) | ids
+    config |= {"dtype": dtype, "torch_dtype": dtype}  # transformers 5 reads the first, 4 the second
+    files.write_json(folder / files.CONFIG, config)
+    if ids["eos_token_id"] is not None:
+        files.write_json(folder / files.GENERATION, {k: v for k, v in ids.items() if v is not None})

@@ -1,0 +1,296 @@
+"""Families of Hugging Face models: their settings, which are read from and written to config.json, and their names of our
+parameters.
+
+Names, defaults and mathematics: github.com/huggingface/transformers, src/transformers/models/*/{configuration,modeling}_*.py.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from minitf import config as config_lib
+from minitf import run
+from minitf.huggingface.settings import (
+    GEMMA_LAYERS,
+    MISTRAL_WINDOW,
+    QWEN_LAYERS,
+    ROTARY,
+    Keys,
+    Setting,
+    always,
+    as_pattern,
+    choice,
+    kinds,
+    same,
+)
+from minitf.model.attention import sizes
+from minitf.model.mlp import width
+from minitf.model.transformer import POSITIONS, ModelConfig
+
+# ---- the families' settings
+
+GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}  # hidden_act -> model.mlp.kind
+PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf", "relu2": "relu_squared"}
+
+
+def llama_like(*more: Setting, head_dim: int | None = None, act: str = "hidden_act", tied: bool = False) -> tuple:
+    """What all after Llama share, with a family's defaults."""
+    return (
+        same("num_layers", "num_hidden_layers"),
+        same("dim", "hidden_size"),
+        same("vocab_size", "vocab_size"),
+        same("max_seq_len", "max_position_embeddings"),
+        same("norm_eps", "rms_norm_eps", 1e-6),
+        same("tie_embeddings", "tie_word_embeddings", tied),
+        same("attention.num_heads", "num_attention_heads"),
+        same("attention.num_kv_heads", "num_key_value_heads", None),
+        same("attention.head_dim", "head_dim", head_dim),
+        choice("mlp.kind", act, GATED, "silu" if act == "hidden_act" else "gelu_pytorch_tanh"),
+        same("mlp.hidden", "intermediate_size"),
+        ROTARY,
+        *more,
+    )
+
+
+rms_norm = always({"norm": "rms_norm"})
+attention_bias = choice("attention.bias", "attention_bias", {False: "none", True: "qkvo"}, False)
+# Qwen 3 norms queries and keys with the same epsilon.
+qk_norm = Setting(
+    lambda keys: {"attention.qk_norm": True, "attention.qk_norm_eps": keys.get("rms_norm_eps", 1e-6)}, lambda m: {}
+)
+LLAMA = llama_like(rms_norm, attention_bias, same("mlp.bias", "mlp_bias", False))
+MISTRAL = llama_like(rms_norm, MISTRAL_WINDOW)
+QWEN2 = llama_like(rms_norm, always({"attention.bias": "qkv"}), QWEN_LAYERS)
+QWEN3 = llama_like(rms_norm, attention_bias, qk_norm, QWEN_LAYERS, head_dim=128)
+GEMMA2 = llama_like(
+    always({"norm": "rms_norm_offset", "post_norms": True}),
+    attention_bias,
+    Setting(lambda keys: {"embedding_scale": keys.get("hidden_size") ** 0.5}, lambda m: {}),
+    # An integer there: where ours is of none, what is written reads back as another, and so does not fit.
+    Setting(
+        lambda keys: {"attention.scale": keys.get("query_pre_attn_scalar", 256) ** -0.5},
+        lambda m: {
+            "query_pre_attn_scalar": max(round((m["attention.scale"] or m["attention.head_dim"] ** -0.5) ** -2), 1)
+        },
+    ),
+    same("attention.softcap", "attn_logit_softcapping", 50.0),
+    same("logit_softcap", "final_logit_softcapping", 30.0),
+    GEMMA_LAYERS,
+    head_dim=256,
+    act="hidden_activation",
+    tied=True,
+)
+GPT2 = (
+    same("num_layers", "n_layer"),
+    same("dim", "n_embd"),
+    same("vocab_size", "vocab_size"),
+    same("max_seq_len", "n_positions"),
+    same("norm_eps", "layer_norm_epsilon", 1e-5),
+    same("tie_embeddings", "tie_word_embeddings", True),
+    same("attention.num_heads", "n_head"),
+    Setting(
+        lambda keys: {"attention.scale": None if keys.get("scale_attn_weights", True) else 1.0},
+        lambda m: {"scale_attn_weights": m["attention.scale"] is None},
+    ),
+    choice("mlp.kind", "activation_function", PLAIN, "gelu_new"),
+    same("mlp.hidden", "n_inner", None),
+    always({"norm": "layer_norm", "positions": "learned", "attention.bias": "qkvo", "mlp.bias": True}),
+)
+
+# ---- their names of our parameters, those of a block without blocks/PLACE
+
+
+def block(prefix: str, ours: dict[str, str]) -> dict[str, str]:
+    return {path: prefix + name for path, name in ours.items()}
+
+
+LLAMA_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    **block(
+        "model.layers.{layer}.",
+        {
+            "attention_norm/scale": "input_layernorm.weight",
+            **{f"attention/{n}": f"self_attn.{n}_proj.weight" for n in "qkvo"},
+            **{f"attention/{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkvo"},
+            "mlp_norm/scale": "post_attention_layernorm.weight",
+            **{f"mlp/{n}": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
+            **{f"mlp/{n}_bias": f"mlp.{n}_proj.bias" for n in ("gate", "up", "down")},
+        },
+    ),
+    "final_norm/scale": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+QWEN3_NAMES = LLAMA_NAMES | block(
+    "model.layers.{layer}.self_attn.",
+    {"attention/q_norm": "q_norm.weight", "attention/k_norm": "k_norm.weight"},
+)
+GEMMA2_NAMES = LLAMA_NAMES | block(
+    "model.layers.{layer}.",
+    {
+        "attention_post_norm/scale": "post_attention_layernorm.weight",
+        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+        "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
+    },
+)
+GPT2_NAMES = {
+    "embedding": "transformer.wte.weight",
+    "position_embedding": "transformer.wpe.weight",
+    **block(
+        "transformer.h.{layer}.",
+        {
+            "attention_norm/scale": "ln_1.weight",
+            "attention_norm/bias": "ln_1.bias",
+            **{f"attention/{n}": "attn.c_attn.weight" for n in "qkv"},
+            **{f"attention/{n}_bias": "attn.c_attn.bias" for n in "qkv"},
+            "attention/o": "attn.c_proj.weight",
+            "attention/o_bias": "attn.c_proj.bias",
+            "mlp_norm/scale": "ln_2.weight",
+            "mlp_norm/bias": "ln_2.bias",
+            "mlp/up": "mlp.c_fc.weight",
+            "mlp/up_bias": "mlp.c_fc.bias",
+            "mlp/down": "mlp.c_proj.weight",
+            "mlp/down_bias": "mlp.c_proj.bias",
+        },
+    ),
+    "final_norm/scale": "transformer.ln_f.weight",
+    "final_norm/bias": "transformer.ln_f.bias",
+    "head": "lm_head.weight",
+}
+
+
+# ---- the table
+
+
+class Family(NamedTuple):
+    architecture: str
+    settings: tuple[Setting, ...]
+    # Our path -> their name, {layer} the block's number. What has one name is joined along its outputs, in this order.
+    names: dict[str, str]
+    prefix: str = "model."  # of all but the head; the folder of a model without a head leaves it out
+    outputs_first: bool = True  # weights [outputs, inputs], as torch.nn.Linear; False: [inputs, outputs]
+    # Tensors of older folders that are no parameters, as a regular expression.
+    ignored: str = r".*\.rotary_emb\.inv_freq"
+    unread: tuple[str, ...] = ()  # settings of its config.json that are harmless here
+    heads_divide_dim: bool = False  # transformers refuses others, though head_dim is a setting
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", LLAMA, LLAMA_NAMES, heads_divide_dim=True),
+    "mistral": Family("MistralForCausalLM", MISTRAL, LLAMA_NAMES),
+    "qwen2": Family("Qwen2ForCausalLM", QWEN2, LLAMA_NAMES),
+    "qwen3": Family("Qwen3ForCausalLM", QWEN3, QWEN3_NAMES),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        GEMMA2,
+        GEMMA2_NAMES,
+        unread=("hidden_act", "sliding_window_size"),
+        heads_divide_dim=True,
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        GPT2,
+        GPT2_NAMES,
+        prefix="transformer.",
+        outputs_first=False,
+        ignored=r".*\.attn\.(bias|masked_bias)",
+        unread=(
+            *("n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "gradient_checkpointing"),
+            *(f"summary_{n}" for n in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")),
+        ),
+    ),
+}
+
+
+# ---- config.json <-> ModelConfig
+
+
+def canonical(cfg: ModelConfig) -> ModelConfig:
+    """The same mathematics in one form: what follows from other settings filled in, what nothing reads at its default."""
+    _, G, K = sizes(cfg.attention, cfg.dim)
+    before, fresh = config_lib.flat(cfg), config_lib.flat(ModelConfig())
+    layers = kinds(before)
+    settings = before | {"attention.kind": fresh["attention.kind"]} | as_pattern(layers)
+    settings |= {"attention.num_kv_heads": G, "attention.head_dim": K, "mlp.hidden": width(cfg.mlp, cfg.dim)}
+    unread = {f"attention.{n}" for p in POSITIONS.values() for n in p.reads if n not in POSITIONS[cfg.positions].reads}
+    unread |= set() if "sliding" in layers else {"attention.window"}
+    unread |= set() if cfg.attention.qk_norm else {"attention.qk_norm_eps"}
+    unread |= {n for n, one in {"attention.scale": K**-0.5, "embedding_scale": 1.0}.items() if equal(before[n], one)}
+    return from_flat(settings | {n: fresh[n] for n in unread})
+
+
+def from_flat(settings: dict[str, Any]) -> ModelConfig:
+    tree: dict[str, Any] = {}
+    for name, value in settings.items():
+        *section, last = name.split(".")
+        node = tree
+        for part in section:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return config_lib.freeze(tree, ModelConfig, "model.")
+
+
+def equal(a: Any, b: Any) -> bool:
+    both = isinstance(a, float) and isinstance(b, float)
+    return math.isclose(a, b, rel_tol=1e-9) if both else a == b
+
+
+def read_config(tree: Mapping[str, Any], where: str = "config.json", ignore: tuple[str, ...] = ()) -> ModelConfig:
+    """Our settings of a config.json. Raises ValueError for what is missing, unknown, or may change the mathematics and is not
+    read here; `ignore` names settings that do not."""
+    keys = Keys(tree, where)
+    family = keys.pick("model_type", FAMILIES)
+    settings: dict[str, Any] = {}
+    try:
+        for setting in family.settings:
+            settings |= setting.read(keys)
+    except (TypeError, AttributeError, ArithmeticError) as e:
+        raise keys.error(f"a setting of a wrong type: {e}") from None
+    unread = {n: v for n, v in keys.unread().items() if n not in family.unread + tuple(ignore)}
+    if unread:
+        listed = "\n  ".join(f"{n}={v!r}" for n, v in unread.items())
+        raise keys.error(
+            f"settings of {family.architecture} that are not known here, and may change what the model computes\n  {listed}\n"
+            "where one does not, --ignore NAME leaves it out"
+        )
+    try:
+        cfg = from_flat(settings)
+    except ValueError as e:
+        raise keys.error(str(e)) from None
+    for setting in ("num_layers", "dim", "attention.num_heads"):
+        if settings[setting] < 1:
+            raise keys.error(f"model.{setting}={settings[setting]}: must be at least 1")
+    return canonical(cfg)
+
+
+def write_config(name: str, cfg: ModelConfig) -> dict[str, Any]:
+    """A config.json without what belongs to files and tokenizers. Of a model that fits the family; see `misfits`."""
+    family = FAMILIES[name]
+    out: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
+    settings = config_lib.flat(canonical(cfg))
+    for setting in family.settings:
+        out |= setting.write(settings)
+    return out
+
+
+# How a step is computed or begins, not what a model is.
+FREE = {name.removeprefix("model.") for name in run.FREE if name.startswith("model.")} | {"init"}
+
+
+def misfits(name: str, cfg: ModelConfig) -> list[str]:
+    """Why a family cannot express a model: the settings that it would read back otherwise."""
+    ours = config_lib.flat(canonical(cfg))
+    theirs = config_lib.flat(read_config(write_config(name, cfg)))
+    found = [f"model.{n}={v}, not {theirs[n]}" for n, v in ours.items() if n not in FREE and not equal(v, theirs[n])]
+    if FAMILIES[name].heads_divide_dim and cfg.dim % cfg.attention.num_heads:
+        found.append(f"model.dim={cfg.dim}, not a multiple of model.attention.num_heads={cfg.attention.num_heads}")
+    return found
+
+
+def fitting(cfg: ModelConfig) -> str:
+    """The first family that expresses a model. Raises ValueError with each family's reasons where none does."""
+    reasons = {name: misfits(name, cfg) for name in FAMILIES}
+    for name, why in reasons.items():
+        if not why:
+            return name
+    listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
+    raise ValueError(f"no family of Hugging Face models that is known here expresses this model\n{listed}")

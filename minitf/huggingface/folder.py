@@ -1,0 +1,279 @@
+"""Their tensors and our arrays, and a Hugging Face model folder's files: read piece by piece, written in shards of a size."""
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401  NumPy's bfloat16: without it safetensors reads none
+import numpy as np
+
+from minitf import params as P
+from minitf.huggingface.families import FAMILIES, Family
+from minitf.model.transformer import ModelConfig, model_params, pattern
+from minitf.params import Param
+
+# ---- their tensors
+
+
+class Piece(NamedTuple):
+    """One of our arrays, or a layer of one, inside one of their tensors."""
+
+    path: str  # blocks/0/attention/q
+    index: int | None  # in the stack of layers
+    param: Param  # of one layer
+
+
+class Tensor(NamedTuple):
+    """One of theirs. Several pieces stand side by side along its last dimension."""
+
+    name: str
+    layer: int | None
+    pieces: tuple[Piece, ...]
+    outputs_first: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *rows, _ = shape = shape_of(self.pieces[0].param, self.outputs_first)
+        if len(self.pieces) == 1:
+            return shape
+        return *rows, sum(shape_of(piece.param, self.outputs_first)[-1] for piece in self.pieces)
+
+
+def shape_of(p: Param, outputs_first: bool) -> tuple[int, ...]:
+    """Theirs, of one of our arrays: a matrix of inputs and outputs; an embedding as it is; a vector."""
+    if p.kind == "embedding":
+        return p.shape
+    if not p.inputs:
+        return (math.prod(p.shape),)
+    shape = p.fan_in, math.prod(p.shape) // p.fan_in
+    return shape[::-1] if outputs_first else shape
+
+
+def as_theirs(a: Any, p: Param, outputs_first: bool) -> Any:
+    """A view of one of our (contiguous) arrays in their layout, to read or to write."""
+    if p.inputs and outputs_first:
+        return a.reshape(p.fan_in, -1).T
+    return a.reshape(shape_of(p, outputs_first))
+
+
+def tensors_of(name: str, cfg: ModelConfig) -> list[Tensor]:
+    """All tensors of a model, in the order of its layers, and which of our arrays they hold."""
+    family, period = FAMILIES[name], len(pattern(cfg))
+    specs = dict(P.named(model_params(cfg)))
+    found: dict[str, Tensor] = {}
+    for path, template in family.names.items():
+        for layer in range(cfg.num_layers) if "{layer}" in template else (None,):
+            full, index = (path, None) if layer is None else (f"blocks/{layer % period}/{path}", layer // period)
+            if full not in specs:
+                continue
+            theirs = template.format(layer=layer)
+            piece = Piece(full, index, dataclasses.replace(specs[full], stack=()))
+            before = found[theirs].pieces if theirs in found else ()
+            # A head is a linear layer, also where the blocks' products are not.
+            found[theirs] = Tensor(theirs, layer, (*before, piece), family.outputs_first or path == "head")
+    covered = {piece.path for tensor in found.values() for piece in tensor.pieces}
+    assert covered == set(specs), covered ^ set(specs)
+    place = lambda t: t.layer if t.layer is not None else -1 if "embedding" in t.pieces[0].path else cfg.num_layers
+    return sorted(found.values(), key=place)
+
+
+# ---- files
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
+CHUNK = 2**25  # bytes of a tensor that are read at once
+
+
+def safetensors() -> Any:
+    try:
+        import safetensors.numpy
+
+        return safetensors
+    except ImportError:
+        raise ValueError("needs the package safetensors: pip install '.[hf]'") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError naming the file."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ValueError(f"{path}: {e.strerror}") from None
+    except ValueError as e:
+        raise ValueError(f"{path}: no JSON: {e}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: is no JSON object")
+    return tree
+
+
+# ---- reading
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of tensors. Raises ValueError where there are none, and where an index names one outside the folder."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    index = folder / INDEX
+    if not index.is_file():
+        pickled = sorted(p.name for p in folder.glob("*.bin"))
+        why = ""
+        if pickled:
+            why = (
+                f"; {pickled[0]} is a pickle, which can run any code and is not read: where you trust it, "
+                "save_pretrained of transformers writes safetensors"
+            )
+        raise ValueError(f"{folder}: has no {WEIGHTS} and no {INDEX}{why}")
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index}: has no weight_map of file names")
+    return [inside(folder, name, index) for name in sorted(set(names.values()))]
+
+
+def inside(folder: Path, name: str, index: Path) -> Path:
+    """A file that the index names. Raises ValueError where it lies, or a link leads, elsewhere."""
+    path = folder / name
+    if Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"{index}: names {name!r}, which leads out of the folder; of a folder of links, such as Hugging Face's cache, "
+            "make a copy that holds the files (cp -rL)"
+        )
+    if not path.is_file():
+        raise ValueError(f"{index}: names {name!r}, which is not there")
+    return path
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, of which parts can be read."""
+
+    values: Any  # safetensors' slice: values[rows, columns]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@contextlib.contextmanager
+def stored_tensors(folder: Path, family: Family) -> Iterator[dict[str, Stored]]:
+    """All tensors of a folder by name, the prefix of the family's names before those of a model without head."""
+    library = safetensors()
+    found: dict[str, Stored] = {}
+    with contextlib.ExitStack() as stack:
+        for path in files_of(folder):
+            try:
+                file = stack.enter_context(library.safe_open(path, framework="np"))
+            except (library.SafetensorError, OSError) as e:
+                raise ValueError(f"{path}: no file of safetensors, or not a whole one: {e}") from None
+            for name in file.keys():  # noqa: SIM118  no dict
+                if name in found:
+                    raise ValueError(f"{path}: has {name}, which another file of the folder has, too")
+                values = file.get_slice(name)
+                found[name] = Stored(values, tuple(values.get_shape()), values.get_dtype())
+        if not any(name.startswith(family.prefix) for name in found):
+            found = {name if name.startswith("lm_head.") else family.prefix + name: t for name, t in found.items()}
+        yield found
+
+
+SHOWN = 40  # lines of a list of tensors
+
+
+def check_tensors(folder: Path, stored: dict[str, Stored], wanted: dict[str, tuple[int, ...]]) -> None:
+    """Raises ValueError with every tensor that is missing, too many, of another shape, or of numbers that are not read."""
+    size = lambda shape: f"[{', '.join(map(str, shape))}]"
+    lines = [f"missing: {name} {size(shape)}" for name, shape in wanted.items() if name not in stored]
+    lines += [f"not in this model: {name} {size(t.shape)}" for name, t in stored.items() if name not in wanted]
+    for name in (name for name in wanted if name in stored):
+        if stored[name].shape != wanted[name]:
+            lines.append(f"shape of {name}: {size(stored[name].shape)}, by {CONFIG} {size(wanted[name])}")
+        if stored[name].dtype not in DTYPES:
+            lines.append(f"numbers of {name}: {stored[name].dtype}, known: {', '.join(DTYPES)}")
+    if lines:
+        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        raise ValueError(f"{folder}: its tensors are not those of its {CONFIG}\n  " + "\n  ".join(lines[:SHOWN] + more))
+
+
+def chunks(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Rows of a tensor, a few at a time."""
+    rows = max(CHUNK // (4 * math.prod(shape[1:])), 1)
+    for start in range(0, shape[0], rows):
+        yield slice(start, min(start + rows, shape[0]))
+
+
+def read_tensor(tensor: Tensor, stored: Stored, stacks: dict[str, np.ndarray]) -> None:
+    """Copies a tensor, in float32, to its places in our arrays, by name."""
+    column = 0
+    for path, index, p in tensor.pieces:
+        ours = as_theirs(stacks[path] if index is None else stacks[path][index], p, tensor.outputs_first)
+        width = ours.shape[-1]
+        for rows in chunks(ours.shape):
+            if ours.ndim == 2:
+                ours[rows] = stored.values[rows, column : column + width]
+            else:
+                ours[rows] = stored.values[column + rows.start : column + rows.stop]
+        column += width
+
+
+def same_values(a: Stored, b: Stored) -> bool:
+    return a.shape == b.shape and all(
+        np.array_equal(a.values[rows].astype(np.float32), b.values[rows].astype(np.float32)) for rows in chunks(a.shape)
+    )
+
+
+# ---- writing
+
+
+def their_tensor(tensor: Tensor, params: dict[str, np.ndarray], dtype: Any) -> np.ndarray:
+    pieces = [
+        as_theirs(params[path] if index is None else params[path][index], p, tensor.outputs_first)
+        for path, index, p in tensor.pieces
+    ]
+    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
+    # safetensors 0.8 writes an array's memory as it lies: a transposed one would be scrambled, without an error.
+    return np.ascontiguousarray(whole, dtype)
+
+
+def shards(tensors: list[Tensor], itemsize: int, limit: int) -> dict[str, list[Tensor]]:
+    """File name -> tensors, in order; a file has at most `limit` bytes, or one tensor."""
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        n = math.prod(tensor.shape) * itemsize
+        if groups[-1] and size + n > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += n
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def write_tensors(
+    folder: Path,
+    tensors: list[Tensor],
+    params: dict[str, np.ndarray],
+    dtype: Any,
+    limit: int,
+    done: Callable[[Tensor], None],
+) -> list[str]:
+    """Writes files and, of several, their index; returns the files' names. `done` hears of each tensor."""
+    library = safetensors()
+    files = shards(tensors, np.dtype(dtype).itemsize, limit)
+    for file, group in files.items():
+        arrays = {}
+        for tensor in group:
+            arrays[tensor.name] = their_tensor(tensor, params, dtype)
+            done(tensor)
+        library.numpy.save_file(arrays, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 makes it its owner's alone
+    if len(files) > 1:
+        total = sum(math.prod(tensor.shape) for tensor in tensors) * np.dtype(dtype).itemsize
+        weight_map = {tensor.name: file for file, group in files.items() for tensor in group}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return list(files)
+
+
+def write_json(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,196 @@
+"""Settings of a config.json and of ModelConfig that say the same: each declared once, to read and to write."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+REQUIRED = object()
+# Of a config.json, what does not change a forward pass: where it comes from, token ids, rates of training, sampling, memory.
+HARMLESS = frozenset(
+    "architectures model_type transformers_version _name_or_path name_or_path dtype torch_dtype initializer_range "
+    "use_cache bos_token_id eos_token_id pad_token_id unk_token_id return_dict output_attentions "
+    "output_hidden_states id2label label2id num_labels chunk_size_feed_forward attention_dropout pretraining_tp "
+    "cache_implementation attn_implementation _attn_implementation _flash_attn_2_enabled task_specific_params "
+    "max_length min_length do_sample num_beams temperature top_k top_p repetition_penalty is_llama_config "
+    "transformers.js_config unsloth_version unsloth_fixed".split()
+)
+
+
+class Keys:
+    """A config.json that knows which of its settings were read."""
+
+    def __init__(self, tree: Mapping[str, Any], where: str = "config.json"):
+        self._tree, self._read, self._where = tree, set(), where
+
+    def get(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value; the default where there is none. Without a default, raises ValueError where there is none or null."""
+        self._read.add(name)
+        value = self._tree.get(name, default)
+        if value is REQUIRED or (value is None and default is REQUIRED):
+            raise self.error(f"has no {name}")
+        return value
+
+    def pick(self, name: str, table: Mapping[Any, Any], default: Any = REQUIRED) -> Any:
+        """What the table gives for the value. Raises ValueError naming the known values."""
+        value = self.get(name, default)
+        found = [v for known, v in table.items() if known == value]
+        if not found:
+            raise self.error(f"{name}={value!r}: unknown; known: {', '.join(map(str, table))}")
+        return found[0]
+
+    def error(self, text: str) -> ValueError:
+        return ValueError(f"{self._where}: {text}")
+
+    def unread(self) -> dict[str, Any]:
+        """Settings that nothing has read, those aside that are off or harmless."""
+        known, off = self._read | HARMLESS, (None, False, 0, "", [], {})
+        return {name: value for name, value in self._tree.items() if name not in known and value not in off}
+
+
+class Setting(NamedTuple):
+    """Some keys of a config.json and some settings of ModelConfig that say the same."""
+
+    read: Callable[[Keys], dict[str, Any]]  # -> our settings by dotted name
+    write: Callable[[dict[str, Any]], dict[str, Any]]  # our settings by dotted name -> theirs
+
+
+def same(ours: str, theirs: str, default: Any = REQUIRED) -> Setting:
+    return Setting(lambda keys: {ours: keys.get(theirs, default)}, lambda m: {theirs: m[ours]})
+
+
+def choice(ours: str, theirs: str, table: dict[Any, Any], default: Any) -> Setting:
+    """One of several kinds, {theirs: ours}; of several names for one kind the first is written."""
+
+    def write(m: dict[str, Any]) -> dict[str, Any]:
+        return {theirs: next((name for name, kind in table.items() if kind == m[ours]), default)}
+
+    return Setting(lambda keys: {ours: keys.pick(theirs, table, default)}, write)
+
+
+def always(settings: dict[str, Any]) -> Setting:
+    """What the family's config.json need not say."""
+    return Setting(lambda keys: settings, lambda m: {})
+
+
+# ---- RoPE: transformers 5 writes rope_parameters; before it were rope_theta and rope_scaling, and most folders have these
+
+ROPE = {  # rope_type -> (positions, their names of ours)
+    "default": ("rope", {}),
+    "llama3": (
+        "rope_llama3",
+        {
+            "factor": "attention.rope_factor",
+            "low_freq_factor": "attention.rope_low_freq_factor",
+            "high_freq_factor": "attention.rope_high_freq_factor",
+            "original_max_position_embeddings": "attention.rope_original_len",
+        },
+    ),
+}
+
+
+def read_rope(keys: Keys) -> dict[str, Any]:
+    new, old = keys.get("rope_parameters", None) or {}, keys.get("rope_scaling", None) or {}
+    theta = keys.get("rope_theta", None)
+    old = {("rope_type" if k == "type" else k): v for k, v in old.items()}
+    old |= {} if theta is None else {"rope_theta": theta}
+    different = [k for k in new if k in old and new[k] != old[k]]
+    if different:
+        raise keys.error(f"rope_parameters={new} and rope_theta, rope_scaling={old} differ in {', '.join(different)}")
+    both = {"rope_type": "default", "rope_theta": 10_000.0} | new | old
+    rope = Keys(both, "config.json: rope_parameters or rope_scaling")
+    positions, names = rope.pick("rope_type", ROPE)
+    found = {"positions": positions, "attention.rope_base": rope.get("rope_theta")}
+    longest = keys.get("max_position_embeddings")
+    for theirs, ours in names.items():
+        found[ours] = rope.get(theirs, longest if theirs == "original_max_position_embeddings" else REQUIRED)
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise rope.error("partial_rotary_factor: only 1, all of a head turns")
+    if rope.unread():
+        raise rope.error(f"unknown settings {rope.unread()} of rope_type={rope.get('rope_type')}")
+    return found
+
+
+def write_rope(m: dict[str, Any]) -> dict[str, Any]:
+    kind = next((k for k, (positions, _) in ROPE.items() if positions == m["positions"]), "default")
+    scaling = {"rope_type": kind} | {theirs: m[ours] for theirs, ours in ROPE[kind][1].items()}
+    theta = {"rope_theta": m["attention.rope_base"]}
+    return {"rope_parameters": scaling | theta, **theta} | ({} if kind == "default" else {"rope_scaling": scaling})
+
+
+ROTARY = Setting(read_rope, write_rope)
+
+
+# ---- which layers see a window only
+
+
+def kinds(m: dict[str, Any]) -> tuple[str, ...]:
+    """The attention kind of every layer."""
+    period = m["pattern"] or (m["attention.kind"],)
+    return tuple(period[i % len(period)] for i in range(m["num_layers"]))
+
+
+def as_pattern(layers: tuple[str, ...]) -> dict[str, Any]:
+    """The settings of these layers' kinds: the shortest pattern that gives them."""
+    n = next(n for n in range(1, len(layers) + 1) if all(k == layers[i % n] for i, k in enumerate(layers)))
+    return {"attention.kind": layers[0], "pattern": None} if n == 1 else {"pattern": layers[:n]}
+
+
+LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
+
+
+def layers_and_window(keys: Keys, default: list[str], window: int | None, off: str) -> dict[str, Any]:
+    """Our settings of layer_types, where there are none of the default ones. `off`: where the window is None, why."""
+    types = keys.get("layer_types", None) or default
+    if not types or set(types) - set(LAYER_TYPES) or len(types) != keys.get("num_hidden_layers"):
+        raise keys.error(f"layer_types={types}: must be one of {', '.join(LAYER_TYPES)} for each of num_hidden_layers")
+    if "sliding_attention" not in types:
+        return as_pattern(tuple(LAYER_TYPES[t] for t in types))
+    if window is None:
+        raise keys.error(f"layer_types names sliding_attention, but {off}")
+    return as_pattern(tuple(LAYER_TYPES[t] for t in types)) | {"attention.window": window}
+
+
+def types_of(m: dict[str, Any]) -> list[str]:
+    names = {ours: theirs for theirs, ours in LAYER_TYPES.items()}
+    return [names[kind] for kind in kinds(m)]
+
+
+def read_qwen_layers(keys: Keys) -> dict[str, Any]:
+    used, window = keys.get("use_sliding_window", False), keys.get("sliding_window", 4096)
+    first, n = keys.get("max_window_layers", 28), keys.get("num_hidden_layers")
+    window = window if used else None
+    default = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(n)]
+    return layers_and_window(keys, default, window, "use_sliding_window is false or sliding_window null")
+
+
+def write_qwen_layers(m: dict[str, Any]) -> dict[str, Any]:
+    types = types_of(m)
+    used = "sliding_attention" in types
+    return {
+        "use_sliding_window": used,
+        "sliding_window": m["attention.window"] if used else None,
+        "layer_types": types,
+        "max_window_layers": types.index("sliding_attention") if used else len(types),
+    }
+
+
+def read_gemma_layers(keys: Keys) -> dict[str, Any]:
+    default = [("sliding_attention", "full_attention")[i % 2] for i in range(keys.get("num_hidden_layers"))]
+    return layers_and_window(keys, default, keys.get("sliding_window", 4096), "sliding_window is null")
+
+
+def write_gemma_layers(m: dict[str, Any]) -> dict[str, Any]:
+    return {"layer_types": types_of(m), "sliding_window": m["attention.window"]}
+
+
+def read_mistral_layers(keys: Keys) -> dict[str, Any]:
+    window = keys.get("sliding_window", 4096)
+    return {"attention.kind": "full"} if window is None else {"attention.kind": "sliding", "attention.window": window}
+
+
+def write_mistral_layers(m: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": m["attention.window"] if set(types_of(m)) == {"sliding_attention"} else None}
+
+
+QWEN_LAYERS = Setting(read_qwen_layers, write_qwen_layers)
+GEMMA_LAYERS = Setting(read_gemma_layers, write_gemma_layers)
+MISTRAL_WINDOW = Setting(read_mistral_layers, write_mistral_layers)
