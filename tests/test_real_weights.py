@@ -13,9 +13,11 @@ import pytest
 import real_weights
 from assets import asset
 
-from minitf import evaluate, run
+from minitf import evaluate, generate, run, sharding
 from minitf.huggingface.convert import export_model, import_model
 from minitf.model.transformer import model as logits_of
+from minitf.sampling import Completion, Sampling
+from minitf.sharding import MeshConfig
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +38,22 @@ class Imported:
 
     def ids(self, text: str) -> np.ndarray:
         return self.tokenizer.encode(text.encode())
+
+    def greedy(self, prompt, n: int) -> list[int]:
+        """The likeliest ids after a prompt, by a whole forward pass for each."""
+        ids = list(prompt)
+        for _ in range(n):
+            # To one length, so that one program serves all; what comes after a token does not change it.
+            padded = np.zeros(64, np.int32)
+            padded[: len(ids)] = ids
+            ids.append(int(self.logits(padded)[len(ids) - 1].argmax()))
+        return ids[len(prompt) :]
+
+    def written(self, texts: list[str], n: int) -> list[Completion]:
+        """The likeliest tokens after each text, by a cache."""
+        mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+        writer = generate.writer_of(run.Model(self.cfg, self.params, 0), self.tokenizer, mesh)
+        return writer.complete(texts, n, Sampling(temperature=0))
 
     def nll(self, ids) -> float:
         """Mean over all tokens but the first, in nats."""
@@ -72,14 +90,10 @@ def test_glassllm_has_its_own_logits_and_greedy_tokens(glassllm, package):
     assert prompt.tolist() == [494, 160, 729, 633, 111]
     assert prompt.tolist() == list(tokenizer.encode("Alice was beginning to"))
     golden = [step.token for step in own.generate(prompt.tolist(), 40, greedy=True)]
-    ids = prompt.tolist()
-    for _ in range(40):
-        # To one length, so that one program serves all; what comes after a token does not change it.
-        padded = np.zeros(64, np.int32)
-        padded[: len(ids)] = ids
-        ids.append(int(glassllm.logits(padded)[len(ids) - 1].argmax()))
-    assert ids[5:] == golden
-    more = np.resize(ids, 128)
+    assert glassllm.greedy(prompt, 40) == golden
+    (completion,) = glassllm.written(["Alice was beginning to"], 40)
+    assert completion.ids == golden
+    more = np.resize([*prompt, *golden], 128)
     with package.no_grad():
         theirs = own.forward(more).data[0]
     np.testing.assert_allclose(glassllm.logits(more), theirs, atol=1e-4, rtol=0)
@@ -100,6 +114,15 @@ def test_smollm2_knows_the_capital_of_france(smollm2):
     assert [smollm2.tokenizer.decode([i]) for i in (first, second)] == [b" Paris", b" the"]
     assert last[first] == pytest.approx(17.345, abs=0.02)
     assert last[second] == pytest.approx(14.860, abs=0.02)
+
+
+def test_smollm2_writes_the_same_with_a_cache_as_without(smollm2):
+    texts = ["The capital of France is", "Water boils at", "Once upon a time, in a village by the sea, there lived"]
+    found = smollm2.written(texts, 24)
+    assert found[0].text == " Paris.\n\nThe answer is: 2018-01-22 12:1"
+    assert "100°C" in found[1].text
+    for text, completion in zip(texts, found, strict=True):
+        assert completion.ids == smollm2.greedy(smollm2.ids(text), 24)
 
 
 def test_smollm2_scores_text_as_others_found(smollm2):

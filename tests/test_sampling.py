@@ -33,10 +33,15 @@ def ids_of(prompts, n, sampling=GREEDY, *, known=None, end=None, mesh="1", **key
     return (np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True))
 
 
+@functools.cache
+def whole_forward():
+    params = random_params(CFG)
+    return jax.jit(lambda ids: model(params, ids, CFG))
+
+
 def by_hand(prompt, n):
     """The likeliest ids and their log-probabilities, by a whole forward pass for each."""
-    ids, params, log_probs = list(prompt), random_params(CFG), []
-    forward = jax.jit(lambda i: model(params, i, CFG))
+    ids, log_probs, forward = list(prompt), [], whole_forward()
     for _ in range(n):
         # One program for all lengths: what stands behind is not seen.
         row = np.zeros((1, 32), np.int32)
@@ -125,8 +130,10 @@ def test_settings_that_cannot_work_are_refused(wrong):
 
 
 def test_P59_greedy_decoding_is_that_of_whole_forward_passes():
-    ids, log_probs = ids_of(PROMPTS, 12)
-    for row, prompt in enumerate(PROMPTS):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 64, n) for n in [1, 5, 11, 12] * 4]
+    ids, log_probs = ids_of(prompts, 12)
+    for row, prompt in enumerate(prompts):
         expected = by_hand(prompt, 12)
         assert ids[row].tolist() == expected[0]
         np.testing.assert_allclose(log_probs[row], expected[1], atol=1e-5)
@@ -372,3 +379,21 @@ def test_an_empty_prompt_begins_as_a_document_does():
     assert prompt_ids(BYTES, "").tolist() == [256]
     assert prompt_ids(BYTES, "é").tolist() == list("é".encode())
     assert prompt_ids(CharTokenizer("ab"), "").tolist() == []
+
+
+def test_a_prompt_stands_behind_what_its_tokenizer_puts_before_texts():
+    class WithBeginning(ByteTokenizer):
+        prefix = (257,)
+
+    assert prompt_ids(WithBeginning(), "a").tolist() == [257, 97]
+    assert prompt_ids(WithBeginning(), "").tolist() == [257]
+
+
+def test_text_whose_ids_read_by_their_place_is_that_behind_the_prompt():
+    class Spaced(ByteTokenizer):  # as SentencePiece: the first space of a text is left out
+        def decode(self, ids):
+            return super().decode(ids).removeprefix(b" ")
+
+    completion = Completion(Spaced(), np.frombuffer(b" one", np.uint8))
+    completion.add(list(b" two"), [-1.0] * 4)
+    assert completion.text == " two"

@@ -196,6 +196,24 @@ def test_a_tokenizer_whose_bytes_depend_on_the_place_decodes_through_its_library
     assert tokenizer.encode(b"a </s> b").tolist().count(2) == 0
 
 
+def test_the_token_that_begins_a_text_is_the_post_processors(tmp_path):
+    import tokenizers
+
+    path = tmp_path / "tokenizer.json"
+    sentencepiece_like(path)
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.add_special_tokens(["<s>", "</s>"])
+    bos, eos = (library.token_to_id(t) for t in ("<s>", "</s>"))
+    library.save(str(path))
+    assert HuggingFaceTokenizer(path).prefix == ()
+    processor = tokenizers.processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", bos), ("</s>", eos)])
+    library.post_processor = processor
+    library.save(str(path))
+    found = HuggingFaceTokenizer(path)
+    assert found.prefix == (bos,)
+    assert bos not in found.encode(b"abc")  # what stands before a document in training is not its business
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_tokenizer_is_read_as_it_was(kind, tmp_path):
     before = trained(kind, "añb€".encode())
