@@ -4,7 +4,7 @@ knows of sharding."""
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -179,6 +179,17 @@ def constrain(x: jax.Array, spec: P) -> jax.Array:
 def pin(x: jax.Array) -> jax.Array:
     """Keeps activations [B, ...] sharded by rows: stands at block borders."""
     return constrain(x, P(BATCH, *(None,) * (x.ndim - 1)))
+
+
+def by_shard(f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """f of each shard's rows of arrays [B, ...], stacked [shards, ...] where they are: so that what is a sum over rows can be
+    added up over the devices once, and not each time that more is added to it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    n = 1 if mesh.empty else batch_shards(mesh)
+    if n == 1:
+        return f(*arrays)[None]
+    split = (pin(a.reshape(n, a.shape[0] // n, *a.shape[1:])) for a in arrays)
+    return pin(jax.vmap(f)(*split))
 
 
 def pin_cache(x_LBTGK: jax.Array) -> jax.Array:

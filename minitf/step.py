@@ -31,11 +31,14 @@ def dropout_keys(cfg: Config, step: jax.Array, rows: jax.Array) -> jax.Array | N
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), rows)
 
 
-def row_sums(params: Any, batch: Batch, cfg: Config, keys: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Weighted sums of losses over each row of a batch, [B]."""
+def row_sums(
+    params: Any, batch: Batch, cfg: Config, keys: jax.Array | None = None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(what is to be minimised, summed over the batch; weighted sums of losses over each row, [B], without a gradient)"""
     positions, segments = batch.get("positions"), batch.get("segments")
     found = hidden(params, batch["inputs"], cfg.model, positions=positions, segments=segments, dropout_keys=keys)
-    return loss_sums(params, found.x_BSD, batch["targets"], batch["weights"], cfg.model, cfg.loss.chunk)
+    z = cfg.loss.z_loss or 0.0
+    return loss_sums(params, found.x_BSD, batch["targets"], batch["weights"], cfg.model, cfg.loss.chunk, z)
 
 
 def accumulated(f: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
@@ -55,11 +58,11 @@ def gradients(params: Any, batch: Batch, step: jax.Array, cfg: Config) -> tuple[
     weight = jnp.sum(batch["weights"])
 
     def loss_fn(params: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        sums = row_sums(params, micro, cfg, dropout_keys(cfg, step, micro["rows"]))
-        losses = {name: mean(jnp.sum(total), weight) for name, total in sums.items()}
+        total, sums = row_sums(params, micro, cfg, dropout_keys(cfg, step, micro["rows"]))
+        losses = {name: mean(jnp.sum(rows), weight) for name, rows in sums.items()}
         if cfg.loss.z_loss is None:
             del losses["z_loss"]
-        return losses["loss"] + (cfg.loss.z_loss or 0.0) * losses.get("z_loss", 0.0), losses
+        return mean(total, weight), losses
 
     def part(micro: Batch) -> tuple[dict[str, jax.Array], Any]:
         (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, micro)
@@ -115,7 +118,7 @@ def train_step(
 
 def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg: Config) -> dict[str, jax.Array]:
     """Sums over each row of a batch, [B]: nats, tokens, and bytes of the tokens' text where the tokenizer is known."""
-    sums = {"nats": row_sums(params, batch, cfg)["loss"], "tokens": jnp.sum(batch["weights"], axis=-1)}
+    sums = {"nats": row_sums(params, batch, cfg)[1]["loss"], "tokens": jnp.sum(batch["weights"], axis=-1)}
     if byte_lengths is not None:
         sums["bytes"] = jnp.sum(byte_lengths[batch["targets"]] * batch["weights"], axis=-1)
     return sums

@@ -1,14 +1,17 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import TINY, assert_close, change, fit, initial_params, random_batch, random_params
+from common import TINY, assert_close, change, fit, initial_params, make_mesh, random_batch, random_params
 
+from minitf import sharding
 from minitf import step as step_lib
 from minitf.model import reference
-from minitf.model.loss import loss_sums, mean, token_sums
+from minitf.model.loss import Parts, loss_sums, mean, token_sums
+from minitf.model.transformer import model_params
 
 SGD = change(TINY, optimizer__kind="sgd", optimizer__learning_rate=0.1, model__attention__num_kv_heads=4)
 UNEQUAL = np.concatenate([np.arange(16) < 2] * 4 + [np.arange(16) < 6] * 4).reshape(8, 16)  # 2 or 6 valid targets a row
@@ -22,7 +25,7 @@ def gradients(cfg):
 def test_P01_the_combiner_weighs_tokens_not_parts():
     w = jnp.eye(2, 4) * 0  # equal logits: every token costs ln 4
     sums = [
-        token_sums(w, jnp.ones((1, n, 2)), jnp.zeros((1, n), int), jnp.full((1, n), c), TINY.model)
+        token_sums(w, Parts(jnp.ones((1, n, 2)), jnp.zeros((1, n), int), jnp.full((1, n), c)), TINY.model)
         for n, c in ((2, 4), (6, 1))
     ]
     total = sum(s["loss"].sum() for s in sums) / np.log(4)
@@ -115,9 +118,8 @@ def test_chunked_loss_equals_the_whole_in_value_and_gradient(chunk, changes):
     x = jnp.asarray(rng.standard_normal((8, 16, cfg.dim)), jnp.float32)
 
     def total(head, x):
-        sums = loss_sums(head, x, batch["targets"], batch["weights"], cfg, chunk)
-        sums = {name: jnp.sum(rows) for name, rows in sums.items()}
-        return sums["loss"] + 0.1 * sums["z_loss"], sums
+        found, sums = loss_sums(head, x, batch["targets"], batch["weights"], cfg, chunk, 0.1)
+        return found, {name: jnp.sum(rows) for name, rows in sums.items()}
 
     def plain(head, x):
         logits = x @ (head["embedding"].T if cfg.tie_embeddings else head["head"])
@@ -142,3 +144,23 @@ def test_whole_logits_never_exist_in_the_chunked_loss():
         gradients(change(cfg, loss__chunk=None)).lower(random_params(cfg.model), random_batch(cfg)).compile().as_text()
     )
     assert "f32[8,16,1024]" in whole  # so that the search would have found it
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["data8", "fsdp8"])
+def test_the_heads_gradient_is_summed_over_devices_once(name, tied):
+    cfg, mesh = change(TINY, model__vocab_size=1024, loss__chunk=4, model__tie_embeddings=tied), make_mesh(name)
+    specs = sharding.shardings(model_params(cfg.model), mesh)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(random_params(cfg.model), specs)
+        batch = jax.device_put(random_batch(cfg), sharding.batch_sharding(mesh))
+        step = jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg), out_shardings=(None, specs))
+        text = step.lower(params, batch).compile().as_text()
+    found, computation = [], ""
+    for line in text.splitlines():
+        if line.startswith(("%", "ENTRY")):
+            computation = line.split()[0]
+        shapes, is_collective, _ = line.partition(" all-reduce(")
+        if is_collective and re.search(r"\[(1024,16|16,1024)\]", shapes):
+            found.append(computation)
+    assert found == ["ENTRY"]  # not in the loop over chunks
