@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from minitf.model.ops import dropout, linear, rms_norm, rotate, softcap
 from minitf.params import Param
@@ -286,6 +287,7 @@ def attention(
         k_BSGK = rms_norm(params["k_norm"], k_BSGK, cfg.qk_norm_eps)
     if ctx.rope is not None:
         q_BSHK, k_BSGK = rotate(q_BSHK, ctx.rope), rotate(k_BSGK, ctx.rope)
+    q_BSHK, k_BSGK, v_BSGK = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGK), "qkv")
     mask, stacks, cache = Mask(kind.window(cfg), ctx.segments_BS), (), ctx.cache
     if cache is not None:
         stacks = remembered(cache, k_BSGK, v_BSGK)
@@ -294,7 +296,7 @@ def attention(
             times = Times(cache.now[None], slot_times(cache.now, k_BSGK.shape[1]), cache.first_B)
             mask = Mask(mask.window, times=times)
     rate = ctx.dropout_rate if cfg.dropout is None else cfg.dropout
-    y_BSHK = mix(q_BSHK, k_BSGK, v_BSGK, mask, cfg, ctx.dropout_keys_B, rate)
+    y_BSHK = checkpoint_name(mix(q_BSHK, k_BSGK, v_BSGK, mask, cfg, ctx.dropout_keys_B, rate), "context")
     return linear(y_BSHK, params["o"], params.get("o_bias"), inputs=2), stacks
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from minitf.model.ops import linear
 from minitf.params import Param
@@ -51,7 +52,7 @@ def gated_params(cfg: MlpConfig, dim: int) -> dict[str, Param]:
 
 
 def product(params: Any, name: str, x: jax.Array) -> jax.Array:
-    return linear(x, params[name], params.get(f"{name}_bias"))
+    return checkpoint_name(linear(x, params[name], params.get(f"{name}_bias")), name)
 
 
 def up_down(params: Any, x: jax.Array, cfg: MlpConfig, *, activation: Callable) -> jax.Array:

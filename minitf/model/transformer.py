@@ -106,11 +106,20 @@ POSITIONS = {
 # ---- rematerialisation: which activations of a block are kept for the backward pass
 
 policies = jax.checkpoint_policies
-REMAT: dict[str, Callable | None] = {
+kept = policies.save_only_these_names
+REMAT: dict[str, Callable | None] = {  # names are those of `checkpoint_name`; a block's input is kept by all
     "none": None,  # keep all
-    "full": policies.nothing_saveable,  # keep the block's input only
-    "dots": policies.dots_with_no_batch_dims_saveable,  # keep the results of products with weights
-    "minimal": policies.save_only_these_names("attention_out", "mlp_out"),  # keep what the block adds to the residual
+    "full": policies.nothing_saveable,  # nothing else
+    "dots": policies.dots_with_no_batch_dims_saveable,  # the results of products with weights
+    "context": kept("context"),  # what attention mixes, so that it is not done again
+    "qkv_context": kept("q", "k", "v", "context"),  # and what it mixes from
+    "minimal": kept("q", "k", "v", "context", "gate", "up"),  # and the MLP's products: little is left to do again
+    "offload": policies.save_and_offload_only_these_names(  # as qkv_context, but in the host's memory, the input too
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_in", "q", "k", "v", "context"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 
@@ -208,11 +217,9 @@ def block(params: Any, x: jax.Array, cfg: ModelConfig, kind: Layer, ctx: Context
     keys = ctx.dropout_keys_B
     inner = ctx._replace(dropout_keys_B=fold(keys, ATTENTION_WEIGHTS))
     y, stacks = attention(params["attention"], norm("attention_norm", x), cfg.attention, inner, kind)
-    y = post("attention_post_norm", checkpoint_name(y, "attention_out"))
-    x = x + drop(y, keys, ATTENTION_OUT, cfg.dropout)
+    x = x + drop(post("attention_post_norm", y), keys, ATTENTION_OUT, cfg.dropout)
     y = MLP[cfg.mlp.kind].apply(params["mlp"], norm("mlp_norm", x), cfg.mlp)
-    y = post("mlp_post_norm", checkpoint_name(y, "mlp_out"))
-    return x + drop(y, keys, MLP_OUT, cfg.dropout), stacks
+    return x + drop(post("mlp_post_norm", y), keys, MLP_OUT, cfg.dropout), stacks
 
 
 def embed(params: Any, tokens_BS: jax.Array, positions_BS: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -285,7 +292,7 @@ def hidden(
     def layer(
         place: int, x: jax.Array, stacks: Stacks, period: jax.Array, layer_params: Any
     ) -> tuple[jax.Array, Stacks]:
-        layer_params = gather(layer_params, specs[place], cfg.dtype)
+        layer_params, x = gather(layer_params, specs[place], cfg.dtype), checkpoint_name(x, "layer_in")
         keys = fold(dropout_keys, period * len(kinds) + place)
         ctx = Context(rope, segments, keys, cfg.dropout)
         if cache is not None:
