@@ -3,6 +3,7 @@
 python -m tools.benchmark --config configs/tiny.py
 python -m tools.benchmark --config configs/tiny.py --against configs/tutorial.py
 python -m tools.benchmark --config configs/tiny.py --against.model.remat=full --rounds 9
+python -m tools.benchmark --config configs/char_cpu.py --config.data.path=FILE --peer NANOGPT
 python -m tools.benchmark --config configs/tiny.py --depths 4,48
 python -m tools.benchmark --config configs/tiny.py --saves runs/saves --steps 50
 
@@ -91,6 +92,7 @@ def facts(bench: Bench) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "attention": implementation(cfg, mesh),
         "parameters": P.count(specs)["total"],
+        "vocab_size": cfg.model.vocab_size,
         "tokens_per_step": cfg.batch_size * cfg.seq_len,
         "flops_per_token": flops_per_token(cfg.model, specs, cfg.seq_len),
         "flops_per_token_causal": flops_per_token(cfg.model, specs, cfg.seq_len, causal=True),
@@ -215,12 +217,32 @@ def ratios(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     return {"median": statistics.median(each), "min": min(each), "max": max(each), "rounds": each}
 
 
-def compare(configs: dict[str, Config], steps: int, rounds: int) -> dict[str, Any]:
+Start = Callable[[str, dict[str, Any]], Side]  # (name, the first side's facts; {} for the first)
+
+
+def ours(cfg: Config) -> Start:
+    return lambda name, _: Side(name, ["tools.benchmark", "--worker"], dataclasses.asdict(cfg))
+
+
+def nanogpt(directory: str, cfg: Config) -> Start:
+    """nanoGPT's step of the same shape; what both must have in common is the first side's."""
+
+    def start(name: str, first: dict[str, Any]) -> Side:
+        request = {"directory": directory, "config": dataclasses.asdict(cfg), "vocab_size": first["vocab_size"]}
+        side = Side(name, ["tools.peer_nanogpt"], request)
+        shared = "tokens_per_step flops_per_token flops_per_token_causal peak_flops peak_source cores".split()
+        side.facts |= {key: first[key] for key in shared}
+        return side
+
+    return start
+
+
+def compare(starts: dict[str, Start], steps: int, rounds: int) -> dict[str, Any]:
     """Both sides' summaries, and the ratio of their step times, B to A."""
     sides: dict[str, Side] = {}
     try:
-        for name, cfg in configs.items():
-            sides[name] = Side(name, ["tools.benchmark", "--worker"], dataclasses.asdict(cfg))
+        for name, start_side in starts.items():
+            sides[name] = start_side(name, next((side.facts for side in sides.values()), {}))
             sides[name].ask(WARM_UP)
         runs = [{name: side.ask(steps) for name, side in sides.items()} for _ in range(rounds)]
     finally:
@@ -361,7 +383,13 @@ ROWS = {
 
 
 def table(columns: dict[str, dict[str, Any]], rows: dict[str, Any] = ROWS) -> str:
-    lines = [("", *columns)] + [(label, *(show(s) for s in columns.values())) for label, show in rows.items()]
+    def cell(show: Callable[[dict[str, Any]], str], s: dict[str, Any]) -> str:
+        try:
+            return show(s)
+        except KeyError:  # a peer has no such figure
+            return "-"
+
+    lines = [("", *columns)] + [(label, *(cell(show, s) for s in columns.values())) for label, show in rows.items()]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     for name, s in columns.items():
@@ -401,6 +429,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, metavar="FILE", help="a Python file with get_config()")
     parser.add_argument(
         "--against", metavar="FILE", help="a second one, in turns (default where --against.NAME is given: the first)"
+    )
+    parser.add_argument(
+        "--peer", metavar="DIR", help="a checkout of nanoGPT: its step of the same shape, in turns (extra parity)"
     )
     parser.add_argument(
         "--depths", type=depths, metavar="N,N", help="compile at these numbers of layers, and run nothing"
@@ -445,13 +476,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         args, configs = parse(argv)
-        kinds = {"against": len(configs) > 1, "depths": args.depths, "saves": args.saves}
+        kinds = {"against": len(configs) > 1, "peer": args.peer, "depths": args.depths, "saves": args.saves}
         chosen = [name for name, asked in kinds.items() if asked]
         if len(chosen) > 1:
             raise ValueError(f"--{chosen[1]}: leave out --{chosen[0]}; each is a measurement of its own")
-        if len(configs) == 2:
-            result = compare(configs, args.steps, args.rounds)
-            text = f"{table(dict(zip(configs, (result['a'], result['b']), strict=True)))}\n\n"
+        starts = {name: ours(cfg) for name, cfg in configs.items()}
+        if args.peer:
+            ((_, cfg),) = configs.items()
+            starts["B: nanoGPT"] = nanogpt(args.peer, cfg)
+        if len(starts) == 2:
+            result = compare(starts, args.steps, args.rounds)
+            text = f"{table(dict(zip(starts, (result['a'], result['b']), strict=True)))}\n\n"
             text += f"step time B/A: {spread(result['ratio'])}\nCPU time B/A:  {spread(result['cpu_ratio'])}"
         elif args.depths:
             (cfg,) = configs.values()
