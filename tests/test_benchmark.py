@@ -1,9 +1,10 @@
 """tools.benchmark: what it measures, two sides in turns, and a mistake in its arguments."""
 
+import dataclasses
 import json
 
 import pytest
-from common import run_module
+from common import ROOT, launch, run_module, text_config
 
 FIELDS = (
     "tokens_per_s tokens_per_s_best step_time_s step_time_s_best cpu_time_per_step_s mfu mfu_causal peak_flops compile_s "
@@ -86,4 +87,79 @@ def test_saving_is_measured_and_leaves_nothing(tmp_path):
 def test_measurements_that_exclude_each_other_are_refused(args, message):
     done = benchmark(*args)
     assert done.returncode == 2
+    assert message in done.stderr
+
+
+# ---- nanoGPT's step
+
+
+def gpt_of(file, *overrides):
+    from minitf import config
+    from tools import peer_nanogpt
+
+    cfg = config.load_file(str(ROOT / file))
+    for name, value in overrides:
+        cfg.update_from_flattened_dict({name: value})
+    return peer_nanogpt.gpt_config(dataclasses.asdict(config.freeze(cfg)), 65)
+
+
+def test_the_peer_has_the_shape_of_the_config():
+    expected = dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128, dropout=0.0, bias=False)
+    assert gpt_of("configs/char_cpu.py") == expected
+    assert gpt_of("configs/char_cpu.py", ("model.norm", "layer_norm"))["bias"] is True
+
+
+def test_a_config_that_the_peer_cannot_express_is_refused_by_setting():
+    with pytest.raises(ValueError, match=r"^model.norm=rms_norm: nanoGPT's is layer_norm or layer_norm_no_bias"):
+        gpt_of("configs/tiny.py")
+    with pytest.raises(ValueError, match=r"^accumulation=2: nanoGPT's is 1"):
+        gpt_of("configs/char_cpu.py", ("accumulation", 2))
+
+
+def test_a_directory_that_is_no_peer_is_refused(tmp_path):
+    done = benchmark("--peer", str(tmp_path))
+    assert done.returncode == 2
+    assert f"--peer {tmp_path}: no checkout of nanoGPT" in done.stderr
+
+
+# ---- decoding
+
+
+@pytest.fixture(scope="module")
+def written(corpus, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run") / "w"
+    launch(text_config(corpus, steps=1, checkpoint__last=True, model__max_seq_len=64), workdir)
+    return workdir
+
+
+def decoding(*args):
+    return run_module("tools.benchmark_generate", *map(str, args), JAX_NUM_CPU_DEVICES="1")
+
+
+def test_decoding_gives_every_figure_of_each_batch_size(written):
+    done = decoding(
+        *("--workdir", written, "--batch_sizes", "1,3", "--new_tokens", 5, "--prompt", 4, "--rounds", 2, "--json")
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["batch_sizes"]
+    assert list(found) == ["1", "3"]
+    for figures in found.values():
+        assert figures["tokens_per_s"]["minitf"] > 0
+        assert figures["token_s"] > 0
+        assert len(figures["token_to_sum"]["rounds"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--workdir", "nowhere"], "no config.json, so no run"),
+        (["--batch_sizes", "0"], "--batch_sizes=0: must be whole numbers of at least 1"),
+        (["--batch_sizes", "1,x"], "--batch_sizes=1,x: must be whole numbers of at least 1"),
+        (["--new_tokens", "61"], "a prompt of 16 tokens and max_new_tokens=61"),
+    ],
+)
+def test_a_mistake_in_measuring_decoding_gives_one_message(args, message, written):
+    done = decoding("--workdir", written, *args)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
     assert message in done.stderr

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_close, launch, random_params, text_config
+from common import assert_close, launch, make_mesh, random_params, text_config
 from hf_models import MODELS, save_run
 
 from minitf import run
@@ -18,6 +18,8 @@ from minitf.huggingface.families import FAMILIES
 from minitf.model import ops
 from minitf.model.transformer import model as logits_of
 from minitf.params import named
+from minitf.sampling import Sampler, Sampling
+from tools import benchmark_generate
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
@@ -208,6 +210,31 @@ def test_P52_a_trained_tied_model_is_exported_as_it_is_used(torch, transformers,
     import_model(tmp_path / "hf", tmp_path / "back")
     assert "head" not in run.load_model(tmp_path / "back").params
     np.testing.assert_array_equal(ours(tmp_path / "back", IDS[:, :16]), ours(tmp_path / "run", IDS[:, :16]))
+
+
+def test_decoding_is_that_of_transformers_and_is_measured_beside_it(torch, transformers, corpus, tmp_path):
+    launch(text_config(corpus, steps=20, checkpoint__last=True, optimizer__learning_rate=1e-2), tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "hf")
+    model = run.load_model(tmp_path / "run")
+    sampler = Sampler(model.cfg.model, make_mesh("1"))
+    pieces = sampler.stream(model.params, list(np.asarray(IDS[:, :8])), 8, Sampling(temperature=0))
+    found = np.concatenate([piece.ids for piece in pieces], axis=1)
+    with torch.no_grad():
+        prompts = torch.from_numpy(np.asarray(IDS[:, :8], np.int64))
+        theirs = load(transformers, tmp_path / "hf").generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),  # else an id that is that of padding is not seen
+            max_new_tokens=8,
+            min_new_tokens=8,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+    np.testing.assert_array_equal(found, theirs[:, 8:].numpy())
+    sources = {"minitf": str(tmp_path / "run"), "transformers": str(tmp_path / "hf")}
+    figures = benchmark_generate.compare(sources, [2], prompt=4, new=5, rounds=2)["batch_sizes"][2]
+    assert all(rate > 0 for rate in figures["tokens_per_s"].values())
+    assert len(figures["ratio"]["rounds"]) == 2
 
 
 def test_transformers_reads_our_tokenizers(transformers, corpus, tmp_path):

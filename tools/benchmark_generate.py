@@ -71,7 +71,13 @@ def by_transformers(folder: str) -> tuple[dict[str, Any], Measure]:
         with torch.no_grad():
             began = time.perf_counter()
             found = model.generate(
-                prompts, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0, eos_token_id=None
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=n,
+                min_new_tokens=n,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
             )
             seconds = time.perf_counter() - began
         assert found.shape == (request["batch_size"], request["prompt"] + n)
@@ -145,10 +151,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:
-        sizes = [int(n) for n in args.batch_sizes.split(",") if n.strip().isdigit()]
-        config_lib.require(
-            "--batch_sizes", args.batch_sizes, bool(sizes) and min(sizes) >= 1, "whole numbers of at least 1"
-        )
+        words = [word.strip() for word in args.batch_sizes.split(",")]
+        ok = all(word.isdigit() and int(word) >= 1 for word in words)
+        config_lib.require("--batch_sizes", args.batch_sizes, ok, "whole numbers of at least 1")
+        sizes = [int(word) for word in words]
         for name, least in (("prompt", 1), ("new_tokens", 2), ("rounds", 1)):
             config_lib.require(f"--{name}", getattr(args, name), getattr(args, name) >= least, f"at least {least}")
         sources = {"minitf": args.workdir} | ({"transformers": args.against} if args.against else {})
