@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,18 +23,9 @@ from minitf.config import Config
 from minitf.data import datasets, pipeline
 from minitf.data.packing import PackedRows, best_fit, cut
 from minitf.data.store import MANIFEST, SPLITS, Joined, Store
-from minitf.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from minitf.data.tokenizer import FILE, Tokenizer
 from minitf.sharding import MeshConfig
 from minitf.step import eval_step, scores, totals
-
-
-def run_tokenizer(workdir: Any) -> Tokenizer:
-    """The tokenizer of a run. Raises ValueError where it has none."""
-    path = workdir / FILE
-    if not path.exists():
-        raise ValueError(f"{workdir}: has no {FILE}: its data were token ids, and text cannot be read with it")
-    return load_tokenizer(path)
-
 
 # ---- what is scored
 
@@ -186,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.tasks:
             from minitf import harness
 
-            results = harness.run_tasks(args.tasks, model, run_tokenizer(workdir), mesh)
+            results = harness.run_tasks(args.tasks, model, run.tokenizer_of(workdir), mesh)
             print(json.dumps(results) if args.json else harness.table(results))
             return 0
         for name in ("context", "row_length", "batch_size"):
@@ -202,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
         batch_size = args.batch_size or -(-model.cfg.batch_size // shards) * shards
         if batch_size % shards:
             raise ValueError(f"--batch_size {batch_size}: not divisible by the {shards} devices")
-        tokenizer = run_tokenizer(workdir) if (workdir / FILE).exists() else None
+        tokenizer = run.tokenizer_of(workdir) if (workdir / FILE).exists() else None
         results = {
             data.name: score(model, data, mesh, context=context, row_length=args.row_length, batch_size=batch_size)
             for data in chosen(args.data, args.split, model.cfg, tokenizer)

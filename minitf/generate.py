@@ -18,7 +18,6 @@ import jax
 from minitf import config as config_lib
 from minitf import run, sharding
 from minitf.data.tokenizer import Tokenizer
-from minitf.evaluate import run_tokenizer
 from minitf.sampling import TEMPERATURE, Completion, Sampler, Sampling, complete, prepared, prompt_ids
 from minitf.sharding import AXES, MeshConfig
 from minitf.train import use_compilation_cache
@@ -231,8 +230,8 @@ def main(argv: list[str] | None = None) -> int:
         workdir = run.resolve(args.workdir)
         mesh = sharding.make_mesh(MeshConfig(**{axis: getattr(args, f"mesh.{axis}") for axis in AXES}))
         use_compilation_cache(None, workdir)
-        model = run.load_model(workdir, args.step, mesh)
-        writer = writer_of(model, run_tokenizer(workdir), mesh)
+        # The model's own arrays are let go at once: the writer has others.
+        writer = writer_of(run.load_model(workdir, args.step, mesh), run.tokenizer_of(workdir), mesh)
         how = dict(sampling=sampling, seed=args.seed, stops=args.stop, chunk=args.chunk)
         several = prompts is not None and (len(prompts) > 1 or args.num_samples > 1)
         if several or args.json:

@@ -337,3 +337,13 @@ def load_model(workdir: str | os.PathLike, step: int | None = None, mesh: jax.sh
     mesh = make_mesh(MeshConfig(), jax.devices()[:1]) if mesh is None else mesh
     params, about = load_params(directory, P.abstract(specs, shardings(specs, mesh)), step)
     return Model(cfg, params, about["step"])
+
+
+def tokenizer_of(workdir: epath.Path) -> tokenizer.Tokenizer:
+    """The tokenizer of a run. Raises ValueError where it has none."""
+    path = workdir / tokenizer.FILE
+    if not path.exists():
+        raise ValueError(
+            f"{workdir}: has no {tokenizer.FILE}: its data were token ids, and text cannot be read with it"
+        )
+    return tokenizer.load_tokenizer(path)

@@ -29,7 +29,7 @@ class Imported:
         import_model(folder, workdir)
         self.folder, self.workdir = folder, workdir
         self.cfg, self.params, _ = run.load_model(workdir)
-        self.tokenizer = evaluate.run_tokenizer(run.resolve(str(workdir)))
+        self.tokenizer = run.tokenizer_of(run.resolve(str(workdir)))
         self._logits = jax.jit(lambda params, ids: logits_of(params, ids, self.cfg.model))
 
     def logits(self, ids) -> np.ndarray:
