@@ -118,12 +118,12 @@ class Model(TemplateLM):
             rows = list(alike)
             for at in range(0, len(rows), self._batch_size):
                 group = rows[at : at + self._batch_size]
-                texts = self._texts([contexts[i] for i in group], requests[group[0]].args[1])
+                texts = self._texts([contexts[i] for i in group], requests[group[0]].args[1], group)
                 for i, text in zip(group, texts, strict=True):
                     out[i] = text
         return out
 
-    def _texts(self, contexts: list[list[int]], settings: dict[str, Any]) -> list[str]:
+    def _texts(self, contexts: list[list[int]], settings: dict[str, Any], numbers: list[int]) -> list[str]:
         until = settings.get("until") or []
         n = min(settings.get("max_gen_toks", 256), self._longest - 1)
         greedy = not settings.get("do_sample") or not settings.get("temperature")
@@ -135,6 +135,7 @@ class Model(TemplateLM):
             [np.array(ids[-(self._longest - n) :]) for ids in contexts],
             n,
             Sampling(temperature=0) if greedy else Sampling(**named),
+            numbers=numbers,
             stops=[until] if isinstance(until, str) else until,
         )
         return [c.text for c in found]
