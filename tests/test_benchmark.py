@@ -6,6 +6,9 @@ import json
 import pytest
 from common import ROOT, launch, run_module, text_config
 
+from minitf import config
+from tools import benchmark_generate, peer_nanogpt
+
 FIELDS = (
     "tokens_per_s tokens_per_s_best step_time_s step_time_s_best cpu_time_per_step_s mfu mfu_causal peak_flops compile_s "
     "temp_bytes argument_bytes peak_rss_bytes parameters"
@@ -94,9 +97,6 @@ def test_measurements_that_exclude_each_other_are_refused(args, message):
 
 
 def gpt_of(file, *overrides):
-    from minitf import config
-    from tools import peer_nanogpt
-
     cfg = config.load_file(str(ROOT / file))
     for name, value in overrides:
         cfg.update_from_flattened_dict({name: value})
@@ -136,6 +136,7 @@ def decoding(*args):
     return run_module("tools.benchmark_generate", *map(str, args), JAX_NUM_CPU_DEVICES="1")
 
 
+@pytest.mark.slow
 def test_decoding_gives_every_figure_of_each_batch_size(written):
     done = decoding(
         *("--workdir", written, "--batch_sizes", "1,3", "--new_tokens", 5, "--prompt", 4, "--rounds", 2, "--json")
@@ -149,12 +150,11 @@ def test_decoding_gives_every_figure_of_each_batch_size(written):
         assert len(figures["token_to_sum"]["rounds"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--workdir", "nowhere"], "no config.json, so no run"),
-        (["--batch_sizes", "0"], "--batch_sizes=0: must be whole numbers of at least 1"),
-        (["--batch_sizes", "1,x"], "--batch_sizes=1,x: must be whole numbers of at least 1"),
         (["--new_tokens", "61"], "a prompt of 16 tokens and max_new_tokens=61"),
     ],
 )
@@ -163,3 +163,10 @@ def test_a_mistake_in_measuring_decoding_gives_one_message(args, message, writte
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert message in done.stderr
+
+
+@pytest.mark.parametrize("sizes", ["0", "1,x", ""])
+def test_batch_sizes_that_are_none_are_refused(sizes, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark_generate.main(["--workdir", "nowhere", "--batch_sizes", sizes])
+    assert f"--batch_sizes={sizes}: must be whole numbers of at least 1" in capsys.readouterr().err
