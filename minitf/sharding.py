@@ -186,7 +186,7 @@ def by_shard(f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     added up over the devices once, and not each time that more is added to it."""
     mesh = jax.sharding.get_abstract_mesh()
     n = 1 if mesh.empty else batch_shards(mesh)
-    if n == 1:
+    if n == 1 or arrays[0].shape[0] % n:  # rows that cannot be spread evenly are left to the compiler
         return f(*arrays)[None]
     split = (pin(a.reshape(n, a.shape[0] // n, *a.shape[1:])) for a in arrays)
     return pin(jax.vmap(f)(*split))
