@@ -24,6 +24,7 @@ from minitf.data import datasets, pipeline
 from minitf.data.packing import PackedRows, best_fit, cut
 from minitf.data.store import MANIFEST, SPLITS, Joined, Store
 from minitf.data.tokenizer import FILE, Tokenizer
+from minitf.model.transformer import with_any_kernel
 from minitf.sharding import MeshConfig
 from minitf.step import eval_step, scores, totals
 
@@ -96,8 +97,7 @@ def sums_of(
     plan = best_fit(cut(data.spans[data.spans[:, 1] > 0], context), row_length)
     rows = pipeline.spread(PackedRows(data.store, plan, row_length, segments=True), batch_size, None)
     # Documents share rows here, which the kernel of the training may not know.
-    attention = dataclasses.replace(model.cfg.model.attention, implementation="auto")
-    cfg = dataclasses.replace(model.cfg, model=dataclasses.replace(model.cfg.model, attention=attention))
+    cfg = dataclasses.replace(model.cfg, model=with_any_kernel(model.cfg.model))
     step = jax.jit(functools.partial(eval_step, byte_lengths=None, cfg=cfg), out_shardings=sharding.replicated(mesh))
     batches = pipeline.batches(rows, batch_size, sharding.batch_sharding(mesh), model.cfg.data)
     with sharding.surroundings(mesh, model.cfg.model.dtype):

@@ -43,7 +43,7 @@ class Writer(NamedTuple):
 
 def writer_of(model: run.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Writer:
     params, cfg = prepared(model.params, model.cfg.model, mesh)
-    return Writer(Sampler(cfg, mesh, tokenizer.vocab_size, tokenizer.specials.get("eos")), params, tokenizer)
+    return Writer(Sampler.of(cfg, mesh, tokenizer), params, tokenizer)
 
 
 # ---- prompts

@@ -13,7 +13,7 @@ import numpy as np
 from minitf import run, sharding
 from minitf.data.tokenizer import Tokenizer
 from minitf.model.transformer import model as forward
-from minitf.sampling import Sampler, Sampling, complete
+from minitf.sampling import Sampler, Sampling, bucket, complete
 
 try:
     import lm_eval
@@ -22,11 +22,6 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError as e:
     raise ValueError(f"--tasks needs lm-evaluation-harness: pip install '.[eval]' ({e})") from None
-
-
-def buckets(longest: int) -> list[int]:
-    """Row lengths: powers of two up to the longest, so that few programs are compiled."""
-    return [*(n for n in (2**i for i in range(4, 31)) if n < longest), longest]
 
 
 class Model(TemplateLM):
@@ -40,7 +35,7 @@ class Model(TemplateLM):
         self._batch_size = -(-batch_size // shards) * shards
         everywhere = sharding.replicated(mesh)
         self._score = jax.jit(self._score_rows, out_shardings=everywhere)
-        self._sampler = Sampler(self._cfg, mesh, tokenizer.vocab_size, tokenizer.specials.get("eos"))
+        self._sampler = Sampler.of(self._cfg, mesh, tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -91,7 +86,7 @@ class Model(TemplateLM):
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]["inputs"]))
         for at in range(0, len(order), self._batch_size):
             group = order[at : at + self._batch_size]
-            length = next(n for n in buckets(self._longest) if n >= len(rows[group[-1]]["inputs"]))
+            length = min(bucket(len(rows[group[-1]]["inputs"])), self._longest)
             likelihoods, greedy = self._call(self._score, [rows[i] for i in group], length)
             for i, n, g in zip(group, likelihoods.tolist(), greedy.tolist(), strict=True):
                 out[i] = (n, g)

@@ -16,7 +16,16 @@ import numpy as np
 from minitf import params as P
 from minitf import sharding
 from minitf.data.tokenizer import Tokenizer
-from minitf.model.transformer import Cache, ModelConfig, hidden, logits, model_params, new_cache, pattern
+from minitf.model.transformer import (
+    Cache,
+    ModelConfig,
+    hidden,
+    logits,
+    model_params,
+    new_cache,
+    pattern,
+    with_any_kernel,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +150,16 @@ class Sampler:
     def __init__(self, cfg: ModelConfig, mesh: jax.sharding.Mesh, known: int | None = None, end: int | None = None):
         """known: ids below are drawn and no others (the tokenizer's; None: all). end: the id that ends a text; None: none does."""
         # Rows are padded, which the kernel of the training may not know.
-        self._cfg = dataclasses.replace(cfg, attention=dataclasses.replace(cfg.attention, implementation="auto"))
+        self._cfg = with_any_kernel(cfg)
         self._mesh, self._known, self._end = mesh, known or cfg.vocab_size, end
         everywhere = sharding.replicated(mesh)
         self._prefill = jax.jit(self._first, static_argnames="length", out_shardings=(None, everywhere))
         self._decode = jax.jit(self._more, static_argnames="chunk", donate_argnums=1, out_shardings=(None, everywhere))
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> "Sampler":
+        """One that draws what this tokenizer reads, to its token that ends a document."""
+        return cls(cfg, mesh, tokenizer.vocab_size, tokenizer.specials.get("eos"))
 
     @property
     def max_seq_len(self) -> int:
@@ -263,8 +277,8 @@ class Sampler:
             tokens[row, first[row] :] = ids
         padded = lambda values, rest: np.array([*values, *[rest] * (B - n)])
         number = padded(range(n) if numbers is None else numbers, 0).astype(np.uint32)
-        how = {k: np.array(v, np.int32 if k == "top_k" else np.float32) for k, v in vars(sampling).items()}
-        how["top_k"] = np.minimum(how["top_k"], np.int32(self._cfg.vocab_size))
+        settings = vars(sampling) | {"top_k": min(sampling.top_k, self._cfg.vocab_size)}
+        how = {k: np.array(v, np.int32 if k == "top_k" else np.float32) for k, v in settings.items()}
         stopped = np.zeros(n, bool) if stopped is None else stopped
 
         with sharding.surroundings(self._mesh, self._cfg.dtype):

@@ -129,7 +129,7 @@ def prepare(cfg: Config, devices: list | None = None) -> Job:
 
 
 def sampler(job: Job) -> Sampler:
-    return Sampler(job.cfg.model, job.mesh, job.tokenizer.vocab_size, job.tokenizer.specials.get("eos"))
+    return Sampler.of(job.cfg.model, job.mesh, job.tokenizer)
 
 
 def describe(job: Job) -> str:

@@ -275,7 +275,7 @@ def test_P41_only_ids_of_the_tokenizer_are_drawn():
         Sampling,
         repetition_penalty=st.floats(0.01, 100),
         temperature=st.one_of(st.just(0.0), st.floats(0, 1000)),
-        top_k=st.integers(0, 10**9),
+        top_k=st.integers(0, 10**12),
         top_p=st.floats(0, 1, exclude_min=True),
         min_p=st.floats(0, 1),
     ),

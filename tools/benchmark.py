@@ -106,16 +106,13 @@ def facts(bench: Bench) -> dict[str, Any]:
     }
 
 
-def run(bench: Bench, steps: int) -> dict[str, Any]:
-    """Wall time of each of the next steps, the process's CPU time (all threads) and page faults, its peak size so far."""
+def measured(step: Callable[[], None], steps: int) -> dict[str, Any]:
+    """Wall time of each of so many steps, the process's CPU time (all threads) and page faults, its peak size so far."""
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     cpu = time.process_time()
-    times, batch, last = [], next(bench.batches), time.perf_counter()
+    times, last = [], time.perf_counter()
     for _ in range(steps):
-        bench.state, metrics = bench.step(bench.state, batch)
-        batch = next(bench.batches)  # while the step runs, as in the training loop
-        # Awaited here, not one step later: a CPU may run a step inside its dispatch, and times would belong to other steps.
-        jax.block_until_ready(metrics)
+        step()
         now = time.perf_counter()
         times.append(now - last)
         last = now
@@ -125,8 +122,21 @@ def run(bench: Bench, steps: int) -> dict[str, Any]:
         "cpu_s": time.process_time() - cpu,
         "minor_faults": usage.ru_minflt - faults,
         "peak_rss_bytes": usage.ru_maxrss * RSS_UNIT,
-        "skipped_steps": int(bench.state.skipped),
     }
+
+
+def run(bench: Bench, steps: int) -> dict[str, Any]:
+    """`measured` of the job's next steps, and how many it has skipped."""
+    batch = next(bench.batches)
+
+    def step() -> None:
+        nonlocal batch
+        bench.state, metrics = bench.step(bench.state, batch)
+        batch = next(bench.batches)  # while the step runs, as in the training loop
+        # Awaited here, not one step later: a CPU may run a step inside its dispatch, and times would belong to other steps.
+        jax.block_until_ready(metrics)
+
+    return measured(step, steps) | {"skipped_steps": int(bench.state.skipped)}
 
 
 def summary(facts: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:

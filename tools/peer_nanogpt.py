@@ -4,14 +4,12 @@ Same shape, batch and optimizer as a config of ours that nanoGPT can express; ra
 """
 
 import os
-import resource
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.benchmark import RSS_UNIT, serve
+from tools.benchmark import measured, serve
 
 
 def gpt_config(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -70,21 +68,7 @@ def begin(request: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict
         loss.item()  # as its loop logs it
 
     def run(steps: int) -> dict[str, Any]:
-        faults, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.process_time()
-        times, last = [], time.perf_counter()
-        for _ in range(steps):
-            step()
-            now = time.perf_counter()
-            times.append(now - last)
-            last = now
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return {
-            "times": times,
-            "cpu_s": time.process_time() - cpu,
-            "minor_faults": usage.ru_minflt - faults,
-            "peak_rss_bytes": usage.ru_maxrss * RSS_UNIT,
-            "skipped_steps": 0,
-        }
+        return measured(step, steps) | {"skipped_steps": 0}
 
     facts = {"attention": "PyTorch", "parameters": sum(p.numel() for p in model.parameters())}
     return facts | {"torch": torch.__version__}, run
