@@ -3,6 +3,7 @@ peak rate."""
 
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import math
@@ -17,8 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-# Dense bfloat16 FLOP/s of one JAX device, by `device_kind`. Sources: cloud.google.com/tpu/docs (system architecture, per chip;
-# v2, v3 and 7x list two devices a chip) and NVIDIA's data sheets (without sparsity).
+from minitf.sharding import precision
+
+# Dense bfloat16 FLOP/s of one JAX device, by `device_kind` (float16 is as fast). Sources: cloud.google.com/tpu/docs (system
+# architecture, per chip; v2, v3 and 7x list two devices a chip) and NVIDIA's data sheets of A100, H100, H200, HGX B200 and
+# GB200 NVL72 (half of what they say with sparsity).
 PEAK_FLOPS = {
     "TPU v2": 22.5e12,
     "TPU v3": 61.5e12,
@@ -32,8 +36,11 @@ PEAK_FLOPS = {
     "TPU7x": 1153.5e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
     "NVIDIA GB200": 2500e12,
@@ -41,15 +48,16 @@ PEAK_FLOPS = {
 
 
 def measured_flops(dtype: str = "float32", repeats: int = 5) -> float:
-    """FLOP/s of the best of some products of square matrices on the default device, large enough to keep it busy."""
+    """FLOP/s of the best of some products of square matrices on the default device, large enough to keep it busy, in as many bits
+    as those of the step."""
     n = 1024 if jax.default_backend() == "cpu" else 8192
     x = jnp.ones((n, n), dtype)
-    f = jax.jit(lambda a: a @ a).lower(x).compile()
-    f(x).block_until_ready()
+    f = jax.jit(functools.partial(jnp.matmul, precision=precision(dtype))).lower(x, x).compile()
+    f(x, x).block_until_ready()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        f(x).block_until_ready()
+        f(x, x).block_until_ready()
         times.append(time.perf_counter() - start)
     return 2 * n**3 / min(times)
 
@@ -58,7 +66,9 @@ def peak_flops(devices: list, dtype: str) -> float:
     """FLOP/s of all devices together: from the table, else measured, by every process at the same time. Outside a mesh, which
     would do each product on all devices."""
     kind = devices[0].device_kind
-    if kind in PEAK_FLOPS:
+    # Products in float32 are full ones (`precision`): 6 to 30 times slower than the table says, which would hide how busy a
+    # device is.
+    if kind in PEAK_FLOPS and dtype != "float32":
         return PEAK_FLOPS[kind] * len(devices)
     # CPU devices share a machine, and so may processes, which measure at the same time.
     return measured_flops(dtype) * (jax.process_count() if devices[0].platform == "cpu" else len(devices))

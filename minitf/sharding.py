@@ -158,11 +158,15 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH))
 
 
+def precision(dtype: str) -> str:
+    """Of products in model.dtype: all bits of float32 where it asks for them. TPUs and GPUs would use fewer."""
+    return "highest" if dtype == "float32" else "default"
+
+
 @contextlib.contextmanager
 def surroundings(mesh: Mesh, dtype: str) -> Iterator[None]:
-    """What programs run in: the mesh, and products in float32 where model.dtype asks for float32: TPUs and GPUs would use fewer
-    bits."""
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+    """What programs run in: the mesh, and the precision of products."""
+    with jax.set_mesh(mesh), jax.default_matmul_precision(precision(dtype)):
         yield
 
 
