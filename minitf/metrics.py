@@ -167,6 +167,33 @@ class Events(JsonLines):
         self.add(event, state="end", **fields, **more)
 
 
+class StartUp:
+    """What the time from the start of a process to the end of its first step goes to, phase by phase."""
+
+    def __init__(self, age: float = 0.0):
+        """`age`: seconds that the process has lived, all of them spent on imports."""
+        self._began = time.perf_counter() - age
+        self.phases = {"imports": age} if age else {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the block."""
+        start = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - start
+
+    def ended(self) -> dict[str, Any]:
+        """Seconds since the start, and of each phase; what belongs to none is `other`."""
+        seconds = time.perf_counter() - self._began
+        return {"seconds": seconds, "phases": self.phases | {"other": seconds - sum(self.phases.values())}}
+
+    @staticmethod
+    def described(ended: dict[str, Any]) -> str:
+        """In one line, without what takes no time to speak of."""
+        parts = ", ".join(f"{name} {s:.1f}" for name, s in ended["phases"].items() if s >= 0.05)
+        return f"first step after {ended['seconds']:.1f} s: {parts}"
+
+
 class StepClock:
     """Times the steps since the last lap; evaluation and saving lie between laps."""
 
@@ -183,12 +210,16 @@ class StepClock:
         yield
         self._waited += time.perf_counter() - began
 
+    def running(self) -> float:
+        """Seconds since the last lap."""
+        return time.perf_counter() - self._since
+
     def lap(self, step: int) -> dict[str, float]:
         """Steps first..last since the last lap, their seconds, and how many of these were spent waiting for data."""
         took = {
             "first": self._step + 1,
             "last": step,
-            "seconds": time.perf_counter() - self._since,
+            "seconds": self.running(),
             "data_wait": self._waited,
         }
         self.start(step)

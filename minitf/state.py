@@ -1,6 +1,7 @@
 """The train state, its abstract form, and where its arrays live."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -33,7 +34,8 @@ def init_state(key: jax.Array, specs: Any, tx: optax.GradientTransformation) -> 
 
 def abstract_state(specs: Any, tx: optax.GradientTransformation) -> TrainState:
     """Shapes and dtypes of the state, without forming it."""
-    return jax.eval_shape(lambda: init_state(jax.random.key(0), specs, tx))
+    # Not through init_state: the shapes are declared, and tracing the random numbers takes longer than all else here.
+    return jax.eval_shape(functools.partial(first_state, tx=tx), P_.abstract(specs))
 
 
 def like_param(p: Param, shape: tuple[int, ...]) -> P:

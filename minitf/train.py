@@ -33,7 +33,7 @@ from minitf.data.mixture import Phase, with_weights
 from minitf.data.store import DataError
 from minitf.data.tokenizer import Tokenizer, save_tokenizer
 from minitf.distributed import StopRequest, Vote, Watchdog, process_age, stop_on_signals
-from minitf.metrics import Events, MetricWriter, NoWriter, StepClock, peak_flops
+from minitf.metrics import Events, MetricWriter, NoWriter, StartUp, StepClock, peak_flops
 from minitf.model import attention
 from minitf.model.transformer import flops_per_token, model_params, pattern
 from minitf.optimizer import make_optimizer, make_schedule
@@ -309,14 +309,15 @@ def starting_state(
     return functions.start(params), None
 
 
-def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) -> int:
+def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, start_up: StartUp | None = None) -> int:
     """Trains from the newest checkpoint of the work directory, or from the start, to the last step, and returns the exit
-    status. Metrics, events and checkpoints go to the work directory."""
-    cfg, workdir = job.cfg, epath.Path(workdir)
+    status. Metrics, events and checkpoints go to the work directory. `start_up`: what was done before; None: not known."""
+    cfg, workdir, start_up = job.cfg, epath.Path(workdir), start_up or StartUp()
     tokens_a_step = cfg.batch_size * cfg.seq_len
     flops = flops_per_token(cfg.model, job.specs, cfg.seq_len)
     functions = program(job)
-    peak = peak_flops(list(job.mesh.devices.flat), cfg.model.dtype)
+    with start_up.phase("peak rate"):
+        peak = peak_flops(list(job.mesh.devices.flat), cfg.model.dtype)
     first_process = distributed.is_first()  # the one that writes files, checkpoints aside
     limit = None if cfg.max_run_time is None else config_lib.seconds("max_run_time", cfg.max_run_time)
 
@@ -327,13 +328,15 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
         events.add("start", pid=os.getpid(), process_age=process_age(), steps=job.steps, commit=commit())
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", cfg.checkpoint))
 
-        with events.timed("restore" if checkpoints.steps() else "init") as event:
+        beginning = "restore" if checkpoints.steps() else "init"
+        with events.timed(beginning) as event:
             try:
                 state, restored = starting_state(job, functions, checkpoints, distributed.say)
             except ValueError as e:
                 raise Refused(str(e)) from e
             event["step"] = first = 0 if restored is None else restored["step"]
             jax.block_until_ready(state)
+        start_up.phases[beginning] = event["seconds"]
         if restored is not None and first >= job.steps:
             distributed.say(f"step {first} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
             events.add("stop", step=first, reason="already done")
@@ -417,11 +420,11 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
         if failure is not None:
             raise failure
         read_ahead(first + 2)
-        with events.timed("compile"):
-            began = time.perf_counter()
+        with events.timed("compile") as event:
             # Once: a batch of another shape would be an error.
             step_fn = functions.step.lower(state, ahead[0]).compile()
-            compile_time: float | None = time.perf_counter() - began
+        compile_time: float | None = event["seconds"]
+        start_up.phases["compile"] = compile_time
         writer.say(f"compiled in {compile_time:.1f} s")
 
         clock, watchdog = StepClock(first), Watchdog(cfg.watchdog)
@@ -450,6 +453,11 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None) ->
                     )
                 writer.say(f"{where}: skipped")
             writer.progress(step)
+            if step == first + 1:
+                start_up.phases["step"] = clock.running()
+                ended = start_up.ended()
+                events.add("first_step", step=step, **ended)
+                writer.say(start_up.described(ended))
             if step % cfg.log_every and step != job.steps:
                 return
             took = lap(step)
@@ -545,6 +553,7 @@ def use_compilation_cache(setting: str | None, workdir: epath.Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    start_up = StartUp(process_age())
     parser = argparse.ArgumentParser(
         prog="python -m minitf.train",
         description="Trains a decoder-only language model.",
@@ -573,11 +582,14 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         workdir = run.resolve(args.workdir or f"runs/{Path(args.config.partition(':')[0]).stem}")
         use_compilation_cache(cfg.compilation_cache, workdir)
-        distributed.start(cfg.distributed, args)
+        with start_up.phase("processes"):
+            distributed.start(cfg.distributed, args)
     except ValueError as e:
         config_lib.fail(str(e))
     with distributed.guarded(cfg.distributed), contextlib.ExitStack() as stack:
-        with distributed.together(config_lib.fail):
+        with start_up.phase("devices"):
+            jax.devices()
+        with distributed.together(config_lib.fail), start_up.phase("data"):
             job = prepare(cfg)
         with distributed.together(config_lib.fail):
             distributed.same_everywhere("settings or data", config_lib.to_json(job.cfg) + job.sha256)
@@ -595,13 +607,13 @@ def main(argv: list[str] | None = None) -> int:
                 if found and not run.has_checkpoint(workdir):
                     print("the run there has no checkpoint yet: it starts anew")
                 sys.stdout.flush()
-        return guarded_train(job, workdir, lock)
+        return guarded_train(job, workdir, lock, start_up)
 
 
-def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None) -> int:
+def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None, start_up: StartUp) -> int:
     """`train`, with one message in place of a traceback for what may happen to a sound program."""
     try:
-        return train(job, workdir, lock)
+        return train(job, workdir, lock, start_up)
     except (Refused, NonFinite, DamagedError) as e:  # every process meets these, at the same step
         text = f"not finite at {e}" if isinstance(e, NonFinite) else str(e)
         status = {Refused: MISTAKE, NonFinite: NONFINITE, DamagedError: FAILED}[type(e)]

@@ -20,6 +20,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minitf import config, run, train
+from minitf.metrics import StartUp
 from tests.common import ROOT, TINY, change, run_module, series
 from tools import compare_runs
 
@@ -146,6 +147,20 @@ def finished(trained, tmp_path_factory) -> Run:
 
 def test_finished_run_ends_with_status_0(finished):
     assert finished.status == 0
+
+
+def test_the_first_step_says_where_the_time_since_the_start_went(cli, workdir):
+    begun = ["imports", "processes", "devices", "data", "peak rate"]
+    for steps, state in ((2, "init"), (3, "restore")):
+        ended = cli(f"--config.steps={steps}", "--config.checkpoint.last=True")
+        lines = map(json.loads, (workdir / "events.jsonl").read_text().splitlines())
+        told = [e for e in lines if e["event"] == "first_step"][-1]
+        assert told["step"] == (1 if state == "init" else 3)
+        assert list(told["phases"]) == [*begun, state, "compile", "step", "other"]
+        assert all(seconds >= 0 for seconds in told["phases"].values())
+        assert sum(told["phases"].values()) == pytest.approx(told["seconds"])
+        assert ended.out.count("first step after ") == 1
+        assert StartUp.described(told) in ended.out
 
 
 def test_metrics_hold_one_object_for_each_logged_step(finished):

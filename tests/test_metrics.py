@@ -1,4 +1,4 @@
-"""The machine's peak rate."""
+"""The machine's peak rate, and what a start takes."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from minitf import metrics
-from minitf.metrics import PEAK_FLOPS, peak_flops
+from minitf.metrics import PEAK_FLOPS, StartUp, peak_flops
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -28,3 +28,11 @@ def test_the_measured_product_has_the_bits_of_the_steps_products(dtype, asked, m
         e for e in jax.make_jaxpr(f)(*[jax.numpy.ones((2, 2), dtype)] * 2).eqns if e.primitive.name == "dot_general"
     )
     assert {p.name for p in product.params["precision"]} == {asked}
+
+
+def test_the_line_of_the_first_step_leaves_out_what_takes_no_time():
+    ended = {
+        "seconds": 5.12,
+        "phases": {"imports": 1.94, "processes": 0.01, "compile": 2.66, "step": 0.5, "other": 0.01},
+    }
+    assert StartUp.described(ended) == "first step after 5.1 s: imports 1.9, compile 2.7, step 0.5"

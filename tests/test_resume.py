@@ -569,8 +569,8 @@ def test_events_tell_the_life_of_the_run(corpus, tmp_path):
     events = json_lines(run.resolve(str(tmp_path / "w")) / "events.jsonl")
     told = [e["event"] for e in events if e.get("state") != "begin" and e["event"] != "steps"]
     assert told == [
-        *("start", "init", "compile", "evaluation", "save", "stop"),
-        *("start", "restore", "compile", "evaluation", "save", "stop"),
+        *("start", "init", "compile", "first_step", "evaluation", "save", "stop"),
+        *("start", "restore", "compile", "first_step", "evaluation", "save", "stop"),
     ]
     assert [e["reason"] for e in events if e["event"] == "stop"] == ["Killed: ", "done"]
     assert all(a["time"] <= b["time"] for a, b in itertools.pairwise(events))
