@@ -51,6 +51,9 @@ class Config:
     max_run_time: str | None = (
         None  # of this process, as in 11h30m: then it saves and ends with status 3; None: no limit
     )
+    profile: tuple[int, int] | None = (
+        None  # (first step, steps) that process 0 traces for TensorBoard and tools.profile_summary; None: none
+    )
     compilation_cache: str | None = None  # directory of compiled programs; None: beside the work directory; none: off
     mesh: MeshConfig = MeshConfig()
     model: ModelConfig = ModelConfig()
@@ -179,9 +182,11 @@ def parse_value(name: str, text: str, annotation: Any) -> Any:
             if rest == [...]:
                 words = [t.strip() for t in text.strip("()[] ").split(",")]
                 return tuple(parse_value(name, t.strip("'\""), item) for t in words if t)
-            # A pair: PATH:WEIGHT.
-            first, colon, last = text.rpartition(":")
-            if not colon:
+            # A pair: PATH:WEIGHT in a list of such, START,STEPS alone.
+            first, separator, last = text.rpartition(":")
+            if not separator:
+                first, separator, last = text.strip("()[] ").rpartition(",")
+            if not separator:
                 raise ValueError
             return parse_value(name, first, item), parse_value(name, last, *rest)
         if kind is bool:
@@ -439,6 +444,10 @@ def validate(cfg: Config) -> None:
         if cfg.epochs is not None:
             raise ValueError(f"epochs={cfg.epochs}: each store of data.mixture has its own epochs; set steps or tokens")
     require("data.val_fraction", d.val_fraction, 0 < d.val_fraction < 1, "above 0 and below 1")
+    if cfg.profile is not None:
+        require(
+            "profile", cfg.profile, min(cfg.profile) >= 1, "two numbers of at least 1: the first step, and how many"
+        )
     if cfg.max_run_time is not None:
         require("max_run_time", cfg.max_run_time, seconds("max_run_time", cfg.max_run_time) > 0, "above 0")
     if cfg.checkpoint.keep_best is not None and cfg.eval_every is None:
@@ -455,6 +464,9 @@ def check_length(cfg: Config, steps: int) -> None:
     """Raises ValueError where the run is too long, or a schedule longer than the run."""
     o = cfg.optimizer
     require("steps", steps, steps < 2**31, "below 2147483648 (2^31), as they are counted in 32 bits")
+    if cfg.profile is not None and sum(cfg.profile) - 1 > steps:
+        start, n = cfg.profile
+        raise ValueError(f"profile={start},{n}: ends with step {start + n - 1}, and the run has {steps}")
     if o.warmup_steps > steps > 0:
         raise ValueError(f"optimizer.warmup_steps={o.warmup_steps}: longer than the run of {steps} steps")
     if o.decay_steps is not None:

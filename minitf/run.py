@@ -24,8 +24,8 @@ from minitf.model.transformer import model_params
 from minitf.sharding import MeshConfig, make_mesh, shardings
 
 LOCK = "lock.json"
-# And TensorBoard's event files.
-OURS = ("config.json", "metrics.jsonl", "events.jsonl", "checkpoints", tokenizer.FILE, tokenizer.CONFIG)
+# And TensorBoard's event files; plugins holds its profiles.
+OURS = ("config.json", "metrics.jsonl", "events.jsonl", "checkpoints", "plugins", tokenizer.FILE, tokenizer.CONFIG)
 
 
 def resolve(workdir: str, setting: str = "--workdir") -> epath.Path:

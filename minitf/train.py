@@ -37,6 +37,7 @@ from minitf.metrics import Events, MetricWriter, NoWriter, StartUp, StepClock, p
 from minitf.model import attention
 from minitf.model.transformer import flops_per_token, model_params, pattern
 from minitf.optimizer import make_optimizer, make_schedule
+from minitf.profile import Profile
 from minitf.sampling import Sampler, fixed_prompts, sample
 from minitf.sharding import surroundings
 from minitf.state import TrainState, abstract_state, first_state, init_state, state_shardings
@@ -427,6 +428,9 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         start_up.phases["compile"] = compile_time
         writer.say(f"compiled in {compile_time:.1f} s")
 
+        # One process's trace: they all do the same, and TensorBoard would show each by itself.
+        profile = stack.enter_context(Profile(workdir, cfg.profile if first_process else None, first, writer.say))
+        profile.begin(first)
         clock, watchdog = StepClock(first), Watchdog(cfg.watchdog)
         stack.callback(watchdog.pause)
         hashes: list[str] = []  # of the batches since the last lap
@@ -487,13 +491,14 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                         first_process and minutes is not None and time.monotonic() - saved_at >= 60 * minutes,
                     ]
                 )
-                state, metrics = step_fn(state, ahead.popleft())
-                if pending is not None:
-                    finish(*pending)  # the step before: reading this one now would stall the device
-                pending = (step, metrics)
-                watchdog.beat(step + 1)
-                with clock.waiting():
-                    read_ahead(step + 2)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                    state, metrics = step_fn(state, ahead.popleft())
+                    if pending is not None:
+                        finish(*pending)  # the step before: reading this one now would stall the device
+                    pending = (step, metrics)
+                    watchdog.beat(step + 1)
+                    with clock.waiting():
+                        read_ahead(step + 2)
                 if lock is not None and lock.lost:
                     raise SaveError(f"another run has taken over {workdir} ({lock.lost}); step {step} is not saved")
                 stopping, failing, due = vote.read()
@@ -509,13 +514,15 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                     or due
                     or ((end or stopping or failing) and cfg.checkpoint.last)
                 )
-                if not (evaluating or sampling or saving or end or stopping or failing):
+                profiling = profile.begins_or_ends(step)
+                if not (evaluating or sampling or saving or profiling or end or stopping or failing):
                     continue
 
                 finish(*pending)
                 pending = None
                 lap(step)
                 watchdog.pause()
+                profile.end(step)
                 loss = evaluate_now(step) if evaluating else None
                 if sampling:
                     sample_now(step)
@@ -524,6 +531,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                     saving = saving or cfg.checkpoint.keep_best is not None
                 if saving:
                     save(step, loss)
+                profile.begin(step)
                 clock.start(step)
                 if failure is not None:
                     raise failure

@@ -46,6 +46,7 @@ SAMPLES = {  # type -> texts of the command line and what they mean
         ("a:0.7,b/c:2", (("a", 0.7), ("b/c", 2.0))),
         ("gs://a:1", (("gs://a", 1.0),)),
     ],
+    tuple[int, int]: [("3,2", (3, 2)), ("3:2", (3, 2)), ("(3, 2)", (3, 2))],
     tuple[str, ...]: [("a", ("a",)), ("a,b", ("a", "b")), ("('a', 'b')", ("a", "b")), ("[a, b]", ("a", "b"))],
 }
 named = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
@@ -488,6 +489,11 @@ REFUSED = [
     # schedules
     ("optimizer.warmup_steps=-1", "optimizer.warmup_steps=-1: must be at least 0"),
     ("optimizer.warmup_steps=4", "optimizer.warmup_steps=4: longer than the run of 3 steps"),
+    ("profile=0,2", "profile=(0, 2): must be two numbers of at least 1: the first step, and how many"),
+    ("profile=1,0", "profile=(1, 0): must be two numbers of at least 1"),
+    ("profile=2,3", "profile=2,3: ends with step 4, and the run has 3"),
+    ("profile=2", "--config.profile=2: must be tuple[int, int] or None"),
+    ("profile=1,1,1", "--config.profile=1,1,1: must be tuple[int, int] or None"),
     (f"{WSD} optimizer.decay_steps=0", "optimizer.decay_steps=0: must be from 1 to 3, the steps after warm-up"),
     (f"{WSD} optimizer.decay_steps=4", "optimizer.decay_steps=4: must be from 1 to 3"),
     (f"{WSD} optimizer.warmup_steps=2 optimizer.decay_steps=2", "optimizer.decay_steps=2: must be from 1 to 1"),
@@ -530,6 +536,8 @@ def test_validate_refuses(overrides, message, tiny):
         *[f"model.dtype={kind}" for kind in ("float32", "bfloat16", "float16")],
         *[f"optimizer.moment_dtype={kind}" for kind in ("float32", "bfloat16")],
         *[f"optimizer.nonfinite={kind}" for kind in ("stop", "skip")],
+        "profile=1,3",
+        "profile=3,1",
         "optimizer.warmup_steps=3",
         "steps=0 optimizer.warmup_steps=3",
         f"{WSD} optimizer.decay_steps=3",
@@ -565,6 +573,7 @@ def test_run_is_at_least_as_long_as_asked_for(length, steps):
     [
         (dict(optimizer__warmup_steps=6), 5, "optimizer.warmup_steps=6: longer than the run of 5 steps"),
         (dict(optimizer__decay_steps=6), 5, "optimizer.decay_steps=6: must be from 1 to 5"),
+        (dict(profile=(5, 2)), 5, "profile=5,2: ends with step 6, and the run has 5"),
         (dict(), 2**31, "below 2147483648"),
     ],
 )

@@ -371,7 +371,7 @@ def test_P27_d_P32_overwrite_starts_anew_and_saves_below_the_older_steps(corpus,
 def test_what_may_change_may_and_is_told(corpus, undisturbed, tmp_path):
     cfg = saving(corpus, steps=10)
     launch(cfg, tmp_path / "w")
-    free = dict(log_every=5, accumulation=4, data__threads=2)
+    free = dict(log_every=5, accumulation=4, data__threads=2, profile=(12, 2))
     more = dict(model__remat="full", model__unroll=2, model__dtype="bfloat16", optimizer__learning_rate=1e-4)
     assert run.differences(cfg, change(cfg, **more))[0] == []
     job = train.prepare(saving(corpus, **free), jax.devices()[:1])

@@ -219,6 +219,7 @@ def test_modules_import_only_what_stands_above_them():
             "optimizer",
             "state",
             "metrics",
+            "profile",
             "checkpoint",
             "sampling",
             "config",

@@ -1,0 +1,316 @@
+"""Prints what the time of a profile went to, by operations of the compiled programs.
+
+python -m tools.profile_summary runs/tiny [--top N] [--json]
+
+DIR is a work directory (its newest profile is taken), a profile's own directory, or a *.xplane.pb file. An operation takes the
+time from its beginning to its end, loops and calls without what runs inside them; of operations that run at once each counts.
+Transfers that a TPU does beside its operations are left out.
+"""
+
+import argparse
+import bisect
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.profiler import ProfileData
+
+from minitf import config
+
+# ---- the compiled programs, which a profile holds as HLO
+
+
+class Instruction(NamedTuple):
+    kind: str  # its opcode; of a fusion with its costliest part, of a call out of XLA with what it calls
+    source: str = ""  # JAX's name of what it was made from
+
+
+Message = dict[int, list[Any]]  # field number -> integers or bytes, as a protocol buffer's encoding knows no more
+
+
+def varint(encoded: memoryview, i: int) -> tuple[int, int]:
+    """(the integer that begins at byte i, where it ends)"""
+    value = shift = 0
+    while True:
+        value, shift, more = value | (encoded[i] & 127) << shift, shift + 7, encoded[i] & 128
+        i += 1
+        if not more:
+            return value, i
+
+
+def decode(encoded: memoryview) -> Message:
+    message, i = defaultdict(list), 0
+    while i < len(encoded):
+        key, i = varint(encoded, i)
+        number, wire = divmod(key, 8)
+        if wire == 0:
+            value, i = varint(encoded, i)
+        else:
+            size, i = (8, i) if wire == 1 else (4, i) if wire == 5 else varint(encoded, i)
+            value, i = encoded[i : i + size], i + size
+        message[number].append(value)
+    return message
+
+
+def text(message: Message, number: int) -> str:
+    return bytes(message[number][0]).decode(errors="replace") if message[number] else ""
+
+
+def integers(message: Message, number: int) -> list[int]:
+    """A repeated field of integers, each by itself or all in one piece."""
+    found = []
+    for value in message[number]:
+        if isinstance(value, int):
+            found.append(value)
+            continue
+        i = 0
+        while i < len(value):
+            one, i = varint(value, i)
+            found.append(one)
+    return found
+
+
+COSTLY = ("convolution", "dot", "custom-call", "sort", "scatter", "gather", "reduce", "transpose", "copy")
+
+
+def of_module(encoded: memoryview) -> dict[str, Instruction]:
+    """The instructions of a HloModuleProto by name; field numbers are those of xla/service/hlo.proto."""
+    computations = {c[5][0]: [decode(i) for i in c[2]] for c in map(decode, decode(encoded)[3])}
+
+    def one(instruction: Message) -> Instruction:
+        kind = text(instruction, 2)
+        if kind == "fusion":
+            parts = {text(i, 2) for c in integers(instruction, 38) for i in computations[c]}
+            kind += next((f" with {part}" for part in COSTLY if part in parts), "")
+        elif kind == "custom-call":
+            kind += f" {text(instruction, 28)}"
+        return Instruction(kind, text(decode(instruction[7][0]), 2) if instruction[7] else "")
+
+    return {text(i, 1): one(i) for found in computations.values() for i in found}
+
+
+Programs = dict[str, dict[int, dict[str, Instruction]]]  # module's name -> program's id -> instruction's name
+
+
+def instructions(xspace: bytes) -> Programs:
+    """Of all programs; field numbers are those of tsl/profiler/protobuf/xplane.proto."""
+    found: Programs = defaultdict(dict)
+    for plane in map(decode, decode(memoryview(xspace))[1]):
+        for entry in plane[4] if text(plane, 2) == "/host:metadata" else []:
+            described = decode(decode(entry)[2][0])
+            module, program = named(text(described, 2))
+            for proto in (p for stat in map(decode, described[5]) for p in stat[6]):
+                found[module][program] = of_module(decode(proto)[1][0])
+    return found
+
+
+def named(module: str) -> tuple[str, int]:
+    """(name, program's id) of `jit_step(7)`."""
+    name, program = re.fullmatch(r"(.*?)(?:\((\d+)\))?", module).groups()
+    return name, int(program or 0)
+
+
+# ---- what ran
+
+
+class Ran(NamedTuple):
+    begin: float  # nanoseconds
+    end: float
+    module: str
+    name: str
+    instruction: Instruction
+
+
+class Device(NamedTuple):
+    ran: list[Ran]
+    programs: list[tuple[float, float]]  # when each began and ended; [] where the profile does not tell
+
+
+def look_up(programs: Programs, module: str, program: int, name: str, stats: dict[str, Any]) -> Instruction:
+    # A program out of the compilation cache may run under the id that it was compiled with.
+    same_name = programs.get(module, {})
+    known = next((p[name] for p in (same_name.get(program, {}), *same_name.values()) if name in p), None)
+    if known is None:  # the profile was made without HLO, or this is no instruction of XLA's
+        known = Instruction(stats.get("hlo_category") or re.sub(r"[.\d]+$", "", name))
+    return known._replace(source=known.source or stats.get("tf_op", ""))
+
+
+def cpu_devices(plane: Any, programs: Programs) -> list[Device]:
+    """XLA's threads serve all devices of a process. What runs on has returned to its thread, and a later event tells its end."""
+    ends, found = {}, defaultdict(list)
+    for line in plane.lines:
+        for event in line.events:
+            if event.name.startswith("ThreadpoolListener"):  # most of them
+                continue
+            stats = dict(event.stats)
+            if event.name.startswith("end: "):
+                ends[stats["_c"]] = event.start_ns
+            elif "hlo_op" in stats:
+                found[stats["device_ordinal"]].append((event.start_ns, event.start_ns + event.duration_ns, stats))
+    devices = []
+    for events in found.values():
+        ran, runs = [], defaultdict(list)
+        for begin, end, stats in events:
+            end, module, name = max(end, ends.get(stats.get("_p"), end)), stats["hlo_module"], stats["hlo_op"]
+            instruction = look_up(programs, module, stats["program_id"], name, stats)
+            ran.append(Ran(begin, end, module, name, instruction))
+            runs[stats["run_id"]].append((begin, end))
+        spans = [(min(b for b, _ in run), max(e for _, e in run)) for run in runs.values()]
+        devices.append(Device(ran, spans))
+    return devices
+
+
+def device(plane: Any, programs: Programs) -> Device:
+    """A GPU's streams, or a TPU's line of operations beside that of programs."""
+    lines = {line.name: [(e.start_ns, e.start_ns + e.duration_ns, e) for e in line.events] for line in plane.lines}
+    modules = sorted((begin, end, event.name) for begin, end, event in lines.get("XLA Modules", []))
+    events = lines.get("XLA Ops") or [e for name, found in lines.items() if name.startswith("Stream") for e in found]
+    ran = []
+    for begin, end, event in events:
+        stats = dict(event.stats)
+        i = bisect.bisect_right(modules, (begin, math.inf)) - 1  # a TPU's operation lies in a program's time
+        module, program = named(modules[i][2]) if i >= 0 else (stats.get("hlo_module", ""), stats.get("program_id", 0))
+        name = stats.get("hlo_op") or re.match(r"%?([^ =]*)", event.name)[1]
+        ran.append(Ran(begin, end, module, name, look_up(programs, module, program, name, stats)))
+    return Device(ran, [m[:2] for m in modules])
+
+
+def read(path: Path) -> tuple[list[Device], int]:
+    """(the devices of one host, the steps that it annotated)"""
+    data = path.read_bytes()
+    programs, devices, steps = instructions(data), [], set()
+    for plane in ProfileData.from_serialized_xspace(data).planes:
+        if plane.name.startswith("/device:"):
+            devices.append(device(plane, programs))
+        elif plane.name == "/host:CPU":
+            devices += cpu_devices(plane, programs)
+            steps |= {n for line in plane.lines for e in line.events for k, n in e.stats if k == "step_num"}
+    return [d for d in devices if d.ran], len(steps)
+
+
+# ---- summed up
+
+AROUND = ("while", "conditional", "call")  # they last as long as what runs inside them
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
+def own_times(ran: list[Ran]) -> list[tuple[Ran, float]]:
+    """Each with its nanoseconds, without those in which something ran inside it."""
+    ran = sorted(ran, key=lambda r: (r.begin, -r.end))
+    inside, around = defaultdict(list), []
+    for i, r in enumerate(ran):
+        around = [j for j in around if ran[j].end > r.begin]
+        outer = next((j for j in reversed(around) if ran[j].end >= r.end), None)
+        inside[outer].append((r.begin, r.end))
+        if r.instruction.kind in AROUND:
+            around.append(i)
+    return [(r, r.end - r.begin - covered(inside[i])) for i, r in enumerate(ran)]
+
+
+def summary(files: list[Path]) -> dict[str, Any]:
+    """Raises ValueError where nothing ran."""
+    hosts = [read(path) for path in files]
+    devices = [d for found, _ in hosts for d in found]
+    if not devices:
+        raise ValueError(f"{files[0].parent}: no operation of a compiled program was recorded")
+    operations: dict[tuple[str, str], dict[str, Any]] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    whole = busy = 0.0
+    between = 0.0 if all(d.programs for d in devices) else None
+    for d in devices:
+        begin, end = min(r.begin for r in d.ran), max(r.end for r in d.ran)
+        whole += end - begin
+        busy += covered((r.begin, r.end) for r in d.ran)
+        if between is not None:
+            between += end - begin - covered((max(b, begin), min(e, end)) for b, e in d.programs)
+        for r, ns in own_times(d.ran):
+            names = {"module": r.module, "name": r.name, **r.instruction._asdict()}
+            for row in (
+                operations.setdefault((r.module, r.name), names | {"seconds": 0.0, "count": 0}),
+                kinds.setdefault(r.instruction.kind, {"kind": r.instruction.kind, "seconds": 0.0, "count": 0}),
+            ):
+                row["seconds"] += ns * 1e-9
+                row["count"] += 1
+    total = sum(row["seconds"] for row in kinds.values())
+
+    def ordered(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        shares = [row | {"share": row["seconds"] / total} for row in rows]
+        return sorted(shares, key=lambda row: -row["seconds"])
+
+    return {
+        "profile": str(files[0].parent),
+        "hosts": len(files),
+        "devices": len(devices),
+        "steps": max(steps for _, steps in hosts),  # that a host began
+        "seconds": whole * 1e-9 / len(devices),  # from a device's first operation to its last
+        "idle": 1 - busy / whole,  # share of these in which it did nothing
+        "between_programs": None if between is None else between / whole,  # of these, no program was under way
+        "kinds": ordered(kinds.values()),
+        "operations": ordered(operations.values()),
+    }
+
+
+def find(place: Path) -> list[Path]:
+    """The files of a profile, one a host. Raises ValueError where there is none."""
+    if place.is_file():
+        return [place]
+    times = sorted(p for p in (place / "plugins/profile").glob("*") if any(p.glob("*.xplane.pb")))
+    files = sorted((times[-1] if times else place).glob("*.xplane.pb"))
+    if not files:
+        raise ValueError(f"{place}: no profile; --config.profile=START,STEPS makes one")
+    return files
+
+
+def table(found: dict[str, Any], top: int) -> str:
+    """The lines of the summary."""
+    steps, devices = found["steps"], found["devices"]
+    parts = (steps or 1) * devices
+    lines = [
+        f"{found['profile']}: {devices} devices of {found['hosts']} hosts, {steps} steps",
+        f"{found['seconds']:.3f} s from the first operation to the last; nothing ran in {found['idle']:.1%} of it",
+    ]
+    if found["between_programs"] is not None:
+        lines[-1] += f", in {found['between_programs']:.1%} no program was under way"
+    unit = "ms/step" if steps else "ms"
+
+    def row(r: dict[str, Any], what: str) -> str:
+        return f"{r['share']:7.1%} {r['seconds'] * 1e3 / parts:10.3f} {r['count'] / parts:9.1f}  {what}".rstrip()
+
+    head = f"{'share':>7} {unit:>10} {'times':>9}  "
+    lines += ["", head + "kind of operation", *(row(r, r["kind"]) for r in found["kinds"][:top])]
+    lines += ["", head + "operation"]
+    lines += [row(r, f"{r['name']} ({r['kind']})  {r['source']}") for r in found["operations"][:top]]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.profile_summary", description=__doc__.splitlines()[0])
+    parser.add_argument("place", metavar="DIR", type=Path, help="a work directory, a profile's directory or its file")
+    parser.add_argument("--top", type=int, default=15, metavar="N", help="rows of each table (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one object with all rows")
+    args = parser.parse_args(argv)
+    try:
+        if args.top < 1:
+            raise ValueError(f"--top={args.top}: must be at least 1")
+        found = summary(find(args.place.expanduser()))
+    except ValueError as e:
+        config.fail(str(e))
+    print(json.dumps(found) if args.json else table(found, args.top))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
