@@ -23,7 +23,7 @@ from minitf.data.mixture import shares
 from minitf.data.pipeline import PACKINGS
 from minitf.data.tokenizer import check_name
 from minitf.distributed import DistributedConfig, WatchdogConfig
-from minitf.model.attention import ATTENTION, IMPLEMENTATIONS, sizes
+from minitf.model.attention import ATTENTION, AUTO, IMPLEMENTATIONS, LANES, sizes
 from minitf.model.loss import LossConfig
 from minitf.model.mlp import MLP
 from minitf.model.transformer import NORMS, POSITIONS, REMAT, ModelConfig, pattern
@@ -385,11 +385,20 @@ def validate(cfg: Config) -> None:
     pick("optimizer.nonfinite", dict.fromkeys(("stop", "skip")), o.nonfinite)
     check_unread("model.attention", a, ATTENTION, pattern(m))
     check_unread("model.attention", a, POSITIONS, [m.positions])
+    check_unread("model.attention", a, IMPLEMENTATIONS, AUTO if a.implementation == "auto" else [a.implementation])
     check_unread("optimizer", o, OPTIMIZERS, [o.kind])
     check_unread("optimizer", o, SCHEDULES, [o.schedule])
     check_unread("data", d, DATASETS, [d.kind])
     check_unread("data", d, PACKINGS, [d.packing])
 
+    for name in ("block_q", "block_kv"):
+        block = getattr(a, name)
+        require(
+            f"model.attention.{name}",
+            block,
+            block is None or (block >= LANES and block % LANES == 0),
+            f"a multiple of {LANES}",
+        )
     H, G, K = sizes(a, m.dim)
     if a.head_dim is None and m.dim % H:
         raise ValueError(

@@ -223,7 +223,8 @@ def stored_config(workdir: epath.Path) -> tuple[Config, list[str]] | None:
 FIXED = ("batch_size", "seq_len", "seed", "model", "data", "optimizer.kind", "optimizer.moment_dtype")
 FREE = (  # of these, what changes how a step is computed or where the same data lie (their checksums are compared)
     *("model.remat", "model.unroll", "model.dtype", "model.dropout", "model.attention.implementation"),
-    *("model.attention.dropout", "data.threads", "data.prefetch", "data.workers"),
+    *("model.attention.block_q", "model.attention.block_kv", "model.attention.dropout"),
+    *("data.threads", "data.prefetch", "data.workers"),
     *("data.path", "data.val_path", "data.mixture"),
 )
 

@@ -174,6 +174,28 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[a] for a in BATCH)
 
 
+def row_shards() -> int:
+    """Into how many parts the rows of arrays [B, ...] are sharded here; inside `per_device` each device has its own alone."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or mesh.are_all_axes_manual else batch_shards(mesh)
+
+
+def platform(mesh: Mesh) -> str:
+    """What the devices are, which may be elsewhere: "cpu", "gpu" or "tpu"."""
+    name = mesh.devices.flat[0].platform
+    return "gpu" if name == "cuda" else name  # cuda: where devices are only described
+
+
+def per_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """f on each device's part of the arrays, cut by these specs: for a kernel, which the compiler cannot partition. It is f
+    itself on one device, and where all around it runs on each device's part already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual:
+        return f
+    # check_vma: kernels do not say over which axes their results vary.
+    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
 def constrain(x: jax.Array, spec: P) -> jax.Array:
     """`with_sharding_constraint`; without a mesh or on one device the identity, so that no activation is kept twice."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -188,8 +210,7 @@ def pin(x: jax.Array) -> jax.Array:
 def by_shard(f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     """f of each shard's rows of arrays [B, ...], stacked [shards, ...] where they are: so that what is a sum over rows can be
     added up over the devices once, and not each time that more is added to it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    n = 1 if mesh.empty else batch_shards(mesh)
+    n = row_shards()
     if n == 1 or arrays[0].shape[0] % n:  # rows that cannot be spread evenly are left to the compiler
         return f(*arrays)[None]
     split = (pin(a.reshape(n, a.shape[0] // n, *a.shape[1:])) for a in arrays)

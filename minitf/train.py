@@ -35,7 +35,7 @@ from minitf.data.tokenizer import Tokenizer, save_tokenizer
 from minitf.distributed import StopRequest, Vote, Watchdog, process_age, stop_on_signals
 from minitf.metrics import Events, MetricWriter, NoWriter, StartUp, StepClock, peak_flops
 from minitf.model import attention
-from minitf.model.transformer import flops_per_token, model_params, pattern
+from minitf.model.transformer import flops_per_token, model_params, pattern, with_kernel
 from minitf.optimizer import make_optimizer, make_schedule
 from minitf.profile import Profile
 from minitf.sampling import Sampler, fixed_prompts, sample
@@ -83,18 +83,19 @@ def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
     implementation(cfg, mesh)
 
 
-def implementation(cfg: Config, mesh: jax.sharding.Mesh) -> str:
-    """The attention implementation of the training step. Raises ValueError where the chosen one cannot run."""
+def implementation(cfg: Config, mesh: jax.sharding.Mesh, *, training: bool = True) -> str:
+    """The attention implementation of the training step or the evaluation's, on the mesh's devices. Raises ValueError where the
+    chosen one cannot run."""
     a = cfg.model.attention
-    return attention.choose(
-        a.implementation,
-        jax.default_backend(),
+    needs = attention.Needs(
         dtype=cfg.model.dtype,
+        length=cfg.seq_len,
+        head_dim=attention.sizes(a, cfg.model.dim)[2],
         softcap=a.softcap is not None,
-        dropout=bool(cfg.model.dropout if a.dropout is None else a.dropout),
+        dropout=training and bool(cfg.model.dropout if a.dropout is None else a.dropout),
         segments=pipeline.has_segments(cfg.data),
-        devices=mesh.size,
     )
+    return attention.choose(a.implementation, sharding.platform(mesh), needs)
 
 
 def prepare(cfg: Config, devices: list | None = None) -> Job:
@@ -186,17 +187,22 @@ def program(job: Job) -> Program:
     )
     everywhere = sharding.replicated(job.mesh)
     init = functools.partial(init_state, specs=job.specs, tx=tx)
-    step = functools.partial(train_step, cfg=cfg, tx=tx, schedule=schedule)
+    # What "auto" means is decided here, by the mesh: its devices need not be those of this process.
+    step_cfg, eval_cfg = (
+        dataclasses.replace(cfg, model=with_kernel(cfg.model, implementation(cfg, job.mesh, training=training)))
+        for training in (True, False)
+    )
+    step = functools.partial(train_step, cfg=step_cfg, tx=tx, schedule=schedule)
     # On a CPU, optimising the random numbers of the start takes longer than compiling the step, and gives other last bits on
     # other meshes.
-    options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+    options = {"xla_backend_optimization_level": 1} if sharding.platform(job.mesh) == "cpu" else None
     return Program(
         state,
         jax.jit(init, out_shardings=layout, compiler_options=options),
         jax.jit(functools.partial(first_state, tx=tx), out_shardings=layout),
         # Metrics are whole on every device, for every process to read.
         jax.jit(step, donate_argnums=0, out_shardings=(layout, everywhere)),
-        jax.jit(functools.partial(eval_step, byte_lengths=lengths, cfg=cfg), out_shardings=everywhere),
+        jax.jit(functools.partial(eval_step, byte_lengths=lengths, cfg=eval_cfg), out_shardings=everywhere),
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import socket
@@ -14,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from etils import epath
+from jax.experimental import topologies
 
 from minitf import config, run, sharding, train
 from minitf import params as P
@@ -125,6 +128,16 @@ def fit(cfg: Config, batches: list, *, mesh: str = "1", params: Any = None) -> t
             state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(mesh)))
             history.append({k: float(v) for k, v in metrics.items() if k != "batch"})
     return history, jax.tree.map(np.asarray, state.params)
+
+
+def topology(name: str) -> list:
+    """The devices of a TPU that is not here, as `v5e:2x2`: programs can be compiled for them. Skips where libtpu is absent."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs libtpu (extra plan)")
+    # Read when libtpu is loaded: ask no metadata server, leave other processes alone, write no files.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
+    one_device_a_chip = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **one_device_a_chip).devices)
 
 
 TEXT = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(8 * 16 * 5 + 1))  # 40 windows of 16

@@ -476,6 +476,11 @@ REFUSED = [
     # settings that the chosen kinds do not read
     ("model.attention.window=8", "model.attention.window=8 has no effect with full; it is read by sliding"),
     ("model.pattern=full model.attention.window=8", "model.attention.window=8 has no effect with full"),
+    ("model.attention.block_q=200", "model.attention.block_q=200: must be a multiple of 128"),
+    (
+        "model.attention.block_kv=256 model.attention.implementation=xla",
+        "model.attention.block_kv=256 has no effect with xla; it is read by splash",
+    ),
     ("model.positions=learned model.attention.rope_base=100", "rope_base=100.0 has no effect with learned"),
     ("optimizer.momentum=0.9", "optimizer.momentum=0.9 has no effect with adamw; it is read by sgd"),
     ("optimizer.kind=sgd optimizer.b1=0.5", "optimizer.b1=0.5 has no effect with sgd; it is read by adamw, lion, muon"),

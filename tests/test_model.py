@@ -56,14 +56,6 @@ def test_P09_packed_documents_do_not_see_each_other(kernel):
     np.testing.assert_allclose(run(params, ids)[:, 5:11], alone, atol=1e-5)
 
 
-def test_P09_a_kernel_that_cannot_separate_documents_is_refused():
-    needs = dict(dtype="bfloat16", softcap=False, dropout=False, segments=True, devices=1)
-    with pytest.raises(ValueError, match="does not separate documents"):
-        attention.choose("cudnn", "gpu", **needs)
-    assert attention.choose("auto", "gpu", **needs) == "xla"
-    assert attention.choose("auto", "gpu", **{**needs, "segments": False}) == "cudnn"
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_P06_a_row_of_padding_disturbs_nothing(kernel):
     cfg = change(TINY, batch_size=2, model__attention__implementation=kernel, data__isolate_documents=True)
@@ -102,30 +94,6 @@ def test_kernels_agree_in_value_and_gradient(window, segmented):
         return {"y": y, "grads": vjp(out)}
 
     assert_close(run("xla"), run("reference"), 1e-5)
-
-
-@pytest.mark.parametrize("window", [None, 17])
-@pytest.mark.parametrize("segmented", [False, True])
-@pytest.mark.parametrize("cap", [None, 5.0])
-def test_splash_interpreted_equals_the_reference(window, segmented, cap, monkeypatch):
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-
-    monkeypatch.setattr(kernel, "make_splash_mha", functools.partial(kernel.make_splash_mha, interpret=True))
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, 128, heads, 128)) for key, heads in zip(keys, (4, 2, 2), strict=True))
-    mask = Mask(window, jnp.repeat(jnp.asarray([[1, 2], [3, 4]]), 64, axis=1) if segmented else None)
-    y, y_0 = (f(q, k, v, mask, cap, None, 0.0) for f in (attention.splash_mix, attention.reference_mix))
-    np.testing.assert_allclose(y, y_0, atol=1e-5)
-
-
-@pytest.mark.parametrize("rows", [{}, dict(softcap=True), dict(dropout=True)])
-def test_an_explicit_kernel_is_never_replaced(rows):
-    needs = dict(dtype="float32", softcap=False, dropout=False, segments=False, devices=1) | rows
-    assert attention.choose("reference", "cpu", **needs) == "reference"
-    assert attention.choose("auto", "cpu", **needs) == ("reference" if rows else "xla")
-    for name in ("cudnn", "splash") + (("xla",) if rows else ()):
-        with pytest.raises(ValueError, match=f"model.attention.implementation={name}: .*these can: auto, reference"):
-            attention.choose(name, "cpu", **needs)
 
 
 # ---- positions

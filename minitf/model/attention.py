@@ -1,15 +1,18 @@
 """Attention: its weights, its kinds, and `mix`, the only function that chooses a kernel."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from minitf.model.ops import dropout, linear, rms_norm, rotate, softcap
 from minitf.params import Param
+from minitf.sharding import BATCH, RULES, per_device, row_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,10 @@ class AttentionConfig:
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     dropout: float | None = None  # of the attention weights; None: model.dropout
     implementation: str = "auto"  # "auto" or one of IMPLEMENTATIONS
+    # Of splash: at most so many queries and keys at a time, multiples of 128; the next smaller ones that divide a row are taken.
+    # None: 256 KiB of a head, but at most 1024, which fits every TPU's memory beside the scores.
+    block_q: int | None = None
+    block_kv: int | None = None
 
 
 class Layer(NamedTuple):
@@ -47,6 +54,10 @@ class Layer(NamedTuple):
 def sizes(cfg: AttentionConfig, dim: int) -> tuple[int, int, int]:
     """(H, G, K): query heads, key/value heads, head size."""
     return cfg.num_heads, cfg.num_kv_heads or cfg.num_heads, cfg.head_dim or dim // cfg.num_heads
+
+
+def score_scale(cfg: AttentionConfig, head_dim: int) -> float:
+    return head_dim**-0.5 if cfg.scale is None else cfg.scale
 
 
 def qkvo_params(cfg: AttentionConfig, dim: int) -> dict[str, Param]:
@@ -123,13 +134,13 @@ class Mask(NamedTuple):
         return (seen[None] & same)[:, None]
 
 
-def reference_mix(q, k, v, mask: Mask, cap: float | None, keys_B, rate: float) -> jax.Array:
+def reference_mix(q, k, v, mask: Mask, cfg: AttentionConfig, keys_B, rate: float) -> jax.Array:
     """Explicit scores [B, G, H/G, S, T] with a float32 softmax: honours every option."""
     B, S, H, K = q.shape
     G = k.shape[2]
     q = q.reshape(B, S, G, H // G, K)  # consecutive query heads share a key/value head
     scores = jnp.einsum("bsgrk,btgk->bgrst", q, k, preferred_element_type=jnp.float32)
-    scores = softcap(scores * K**-0.5, cap)
+    scores = softcap(scores * score_scale(cfg, K), cfg.softcap)
     scores = jnp.where(mask.allowed(S, k.shape[1])[:, :, None], scores, -jnp.inf)
     probs = jax.nn.softmax(scores, axis=-1)
     if keys_B is not None and rate:
@@ -137,117 +148,173 @@ def reference_mix(q, k, v, mask: Mask, cap: float | None, keys_B, rate: float) -
     return jnp.einsum("bgrst,btgk->bsgrk", probs.astype(v.dtype), v).reshape(B, S, H, K)
 
 
-def jax_mix(implementation: str, q, k, v, mask: Mask) -> jax.Array:
+def jax_mix(implementation: str, q, k, v, mask: Mask, cfg: AttentionConfig) -> jax.Array:
+    attend = functools.partial(jax.nn.dot_product_attention, q, k, v, scale=cfg.scale, implementation=implementation)
     if mask.times is not None:
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask.allowed(q.shape[1], k.shape[1]), implementation=implementation
-        )
+        return attend(mask=mask.allowed(q.shape[1], k.shape[1]))
     window = None if mask.window is None else (mask.window - 1, 0)
     allowed = None if mask.segments_BS is None else mask.allowed(q.shape[1], k.shape[1])
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=allowed, is_causal=True, local_window_size=window, implementation=implementation
-    )
+    return attend(mask=allowed, is_causal=True, local_window_size=window)
 
 
-def xla_mix(q, k, v, mask, cap, keys_B, rate):
+def xla_mix(q, k, v, mask, cfg, keys_B, rate):
     """`jax.nn.dot_product_attention` compiled by XLA; scores in float32."""
-    return jax_mix("xla", q, k, v, mask)
+    return jax_mix("xla", q, k, v, mask, cfg)
 
 
-def cudnn_mix(q, k, v, mask, cap, keys_B, rate):
+def cudnn_mix(q, k, v, mask, cfg, keys_B, rate):
     """cuDNN's fused attention through `jax.nn.dot_product_attention`: NVIDIA GPUs, 16-bit types."""
-    return jax_mix("cudnn", q, k, v, mask)
+    return jax_mix("cudnn", q, k, v, mask, cfg)
 
 
-def splash_mix(q, k, v, mask: Mask, cap, keys_B, rate):
-    """The Pallas splash kernel of JAX: TPU; scores never leave the chip."""
+LANES = 128  # of a TPU's vector unit: splash takes rows and blocks that are multiples of it
+
+
+def splash_block(most: int | None, length: int, head_bytes: int) -> int:
+    """The largest block of at most so many tokens (None: what fits) that divides a row of this length, a multiple of LANES."""
+    if most is None:
+        most = max(LANES, min(1024, 2**18 // head_bytes))
+    return max(b for b in range(LANES, most + 1, LANES) if length % b == 0)
+
+
+def splash_mix(q, k, v, mask: Mask, cfg: AttentionConfig, keys_B, rate):
+    """The Pallas splash kernel of JAX: TPU; scores never leave the chip, and blocks that see nothing are left out. What its
+    backward pass needs besides q, k and v, the result and the logarithm of the softmax's sum, is named "context"."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    S, H, K = q.shape[1:]
-    one = masks.CausalMask((S, S)) if mask.window is None else masks.LocalMask((S, S), (mask.window - 1, 0), 0)
-    splash = kernel.make_splash_mha(
-        masks.MultiHeadMask([one] * H), head_shards=1, q_seq_shards=1, attn_logits_soft_cap=cap
-    )
-    repeats = H // k.shape[2]
-    heads_first = lambda x, n=1: jnp.repeat(x, n, axis=2).swapaxes(1, 2)
-    args = heads_first(q * K**-0.5), heads_first(k, repeats), heads_first(v, repeats)
-    if mask.segments_BS is None:
-        y = jax.vmap(splash)(*args)
-    else:
-        y = jax.vmap(lambda q, k, v, s: splash(q, k, v, segment_ids=kernel.SegmentIds(s, s)))(*args, mask.segments_BS)
-    return y.swapaxes(1, 2).astype(v.dtype)
+    S, K = q.shape[1], q.shape[3]
+    bq, bkv = (splash_block(most, S, K * q.dtype.itemsize) for most in (cfg.block_q, cfg.block_kv))
+    blocks = kernel.BlockSizes(bq, bkv, bkv, bq, bkv, bkv, use_fused_bwd_kernel=True)
+    seen = masks.CausalMask((S, S)) if mask.window is None else masks.LocalMask((S, S), (mask.window - 1, 0), 0)
+
+    def of_device(q_BSHK, k_BSGK, v_BSGK, segments_BS):
+        splash = kernel.make_splash_mha(
+            masks.MultiHeadMask([seen] * q_BSHK.shape[2]),
+            block_sizes=blocks,
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=cfg.softcap,
+            residual_checkpoint_name="context",
+        )
+        # It has no scale of its own. Rounded once: in bfloat16 the scale itself would be rounded too, the same way for all.
+        q_BSHK = (q_BSHK.astype(jnp.float32) * score_scale(cfg, K)).astype(q_BSHK.dtype)
+        heads_first = [
+            x.swapaxes(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK)
+        ]  # consecutive query heads share a key/value head
+        ids = None if segments_BS is None else kernel.SegmentIds(segments_BS, segments_BS)
+        return jax.vmap(lambda q, k, v, ids: splash(q, k, v, segment_ids=ids))(*heads_first, ids).swapaxes(1, 2)
+
+    heads = P(BATCH, None, RULES["heads"], None)
+    return per_device(of_device, (heads, heads, heads, P(BATCH, None)), heads)(q, k, v, mask.segments_BS)
+
+
+class Needs(NamedTuple):
+    """What an implementation is asked for: facts of the settings and of the rows."""
+
+    dtype: str
+    length: int  # queries of a row
+    head_dim: int
+    softcap: bool = False
+    dropout: bool = False  # of attention weights
+    segments: bool = False
+    cached: bool = False  # the keys are those of earlier tokens
+    spread: bool = True  # the rows divide evenly over the devices
+
+
+def any_shape(needs: Needs) -> None:
+    return None
+
+
+def splash_shape(needs: Needs) -> str | None:
+    if needs.length % LANES:
+        return f"it takes rows of a multiple of {LANES} tokens, not of {needs.length} (seq_len)"
+    if not needs.spread:
+        return "the rows do not divide evenly over the devices (batch_size)"
+    return None
 
 
 class Kernel(NamedTuple):
     """An implementation of `mix`, where it runs and what it cannot do."""
 
-    apply: Callable
+    apply: Callable  # (q, k, v, mask, cfg, dropout keys, rate) -> [B, S, H, K] in v's dtype
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     softcap: bool = True
     dropout: bool = False
-    float32: bool = True
     segments: bool = True
-    sharded: bool = True
+    cached: bool = True
+    shape: Callable[[Needs], str | None] = any_shape  # why it cannot take rows or heads of this size
+    names_context: bool = False  # gives what the backward pass needs the name "context" itself
+    reads: tuple[str, ...] = ()  # settings of AttentionConfig that it alone reads
 
 
 IMPLEMENTATIONS = {
     "reference": Kernel(reference_mix, dropout=True),
     "xla": Kernel(xla_mix, softcap=False),
-    "cudnn": Kernel(cudnn_mix, ("gpu",), softcap=False, float32=False, segments=False),
-    "splash": Kernel(splash_mix, ("tpu",), sharded=False),
+    "cudnn": Kernel(cudnn_mix, ("gpu",), ("bfloat16", "float16"), softcap=False, segments=False, cached=False),
+    "splash": Kernel(
+        splash_mix,
+        ("tpu",),
+        ("float32", "bfloat16"),
+        cached=False,
+        shape=splash_shape,
+        names_context=True,
+        reads=("block_q", "block_kv"),
+    ),
 }
-AUTO = ("cudnn", "xla", "reference")  # in order of preference; splash is chosen by name only
+AUTO = ("splash", "cudnn", "xla", "reference")  # in order of preference
 
 
-def refusal(
-    name: str, platform: str, *, dtype: str, softcap: bool, dropout: bool, segments: bool, devices: int
-) -> str | None:
-    """Why an implementation cannot run here, or None."""
+def refusal(name: str, platform: str | None, needs: Needs) -> str | None:
+    """Why an implementation cannot do this, or None. platform None: it is not asked about."""
     kernel = IMPLEMENTATIONS[name]
-    if platform not in kernel.platforms:
+    if platform is not None and platform not in kernel.platforms:
         return f"it runs on {' and '.join(kernel.platforms)}, this is {platform}"
-    if softcap and not kernel.softcap:
+    if needs.softcap and not kernel.softcap:
         return "it has no soft-cap (model.attention.softcap)"
-    if dropout and not kernel.dropout:
+    if needs.dropout and not kernel.dropout:
         return "it has no dropout of attention weights (model.attention.dropout=0 leaves the other dropouts on)"
-    if dtype == "float32" and not kernel.float32:
-        return "it takes 16-bit types (model.dtype=bfloat16)"
-    if segments and not kernel.segments:
+    if needs.dtype not in kernel.dtypes:
+        return f"it takes {' and '.join(kernel.dtypes)}, not {needs.dtype} (model.dtype)"
+    if needs.segments and not kernel.segments:
         return "it does not separate documents (data.isolate_documents)"
-    if devices > 1 and not kernel.sharded:
-        return f"it does not run on a mesh of {devices} devices yet"
-    return None
+    if needs.cached and not kernel.cached:
+        return "it does not read cached keys"
+    return kernel.shape(needs)
 
 
-def choose(implementation: str, platform: str, **needs: Any) -> str:
+def choose(implementation: str, platform: str | None, needs: Needs) -> str:
     """The implementation that will run. Raises ValueError where one was named that cannot; only "auto" may choose."""
     if implementation != "auto":
-        why = refusal(implementation, platform, **needs)
+        why = refusal(implementation, platform, needs)
         if why:
-            can = [n for n in IMPLEMENTATIONS if not refusal(n, platform, **needs)]
+            can = [n for n in IMPLEMENTATIONS if not refusal(n, platform, needs)]
             raise ValueError(
                 f"model.attention.implementation={implementation}: {why}; these can: {', '.join(['auto', *can])}"
             )
         return implementation
-    return next(n for n in AUTO if not refusal(n, platform, **needs))
+    return next(n for n in AUTO if not refusal(n, platform, needs))
 
 
 def mix(q_BSHK, k_BTGK, v_BTGK, mask: Mask, cfg: AttentionConfig, keys_B=None, rate: float = 0.0) -> jax.Array:
     """The weighted mean of the values that each query may see, [B, S, H, K] in v's dtype; softmax in float32."""
-    if cfg.scale is not None:
-        q_BSHK *= cfg.scale * q_BSHK.shape[-1] ** 0.5  # the kernels' own scale is head_dim ** -0.5
-    mesh = jax.sharding.get_abstract_mesh()
-    name = choose(
-        cfg.implementation,
-        jax.default_backend(),
+    B, S, _, K = q_BSHK.shape
+    needs = Needs(
         dtype=str(q_BSHK.dtype),
+        length=S,
+        head_dim=K,
         softcap=cfg.softcap is not None,
         dropout=keys_B is not None and rate > 0,
-        segments=mask.segments_BS is not None or mask.times is not None,
-        devices=1 if mesh.empty else mesh.size,
+        segments=mask.segments_BS is not None,
+        cached=mask.times is not None,
+        spread=B % row_shards() == 0,
     )
-    return IMPLEMENTATIONS[name].apply(q_BSHK, k_BTGK, v_BTGK, mask, cfg.softcap, keys_B, rate)
+    # One that is named may be compiled here for devices that are elsewhere.
+    platform = jax.default_backend() if cfg.implementation == "auto" else None
+    kernel = IMPLEMENTATIONS[choose(cfg.implementation, platform, needs)]
+    y_BSHK = kernel.apply(q_BSHK, k_BTGK, v_BTGK, mask, cfg, keys_B, rate)
+    return y_BSHK if kernel.names_context else checkpoint_name(y_BSHK, "context")
 
 
 # ---- keys and values of earlier tokens
@@ -296,7 +363,7 @@ def attention(
             times = Times(cache.now[None], slot_times(cache.now, k_BSGK.shape[1]), cache.first_B)
             mask = Mask(mask.window, times=times)
     rate = ctx.dropout_rate if cfg.dropout is None else cfg.dropout
-    y_BSHK = checkpoint_name(mix(q_BSHK, k_BSGK, v_BSGK, mask, cfg, ctx.dropout_keys_B, rate), "context")
+    y_BSHK = mix(q_BSHK, k_BSGK, v_BSGK, mask, cfg, ctx.dropout_keys_B, rate)
     return linear(y_BSHK, params["o"], params.get("o_bias"), inputs=2), stacks
 
 

@@ -136,9 +136,13 @@ def pattern(cfg: ModelConfig) -> tuple[str, ...]:
     return cfg.pattern or (cfg.attention.kind,)
 
 
+def with_kernel(cfg: ModelConfig, implementation: str) -> ModelConfig:
+    return dataclasses.replace(cfg, attention=dataclasses.replace(cfg.attention, implementation=implementation))
+
+
 def with_any_kernel(cfg: ModelConfig) -> ModelConfig:
     """The same model where rows are of another kind than in training, which the kernel that was chosen for it may not know."""
-    return dataclasses.replace(cfg, attention=dataclasses.replace(cfg.attention, implementation="auto"))
+    return with_kernel(cfg, "auto")
 
 
 def layers_at(cfg: ModelConfig, place: int) -> int:
