@@ -186,6 +186,12 @@ def platform(mesh: Mesh) -> str:
     return "gpu" if name == "cuda" else name  # cuda: where devices are only described
 
 
+def capability(device: Any) -> float | None:
+    """The compute capability of an NVIDIA GPU; None of any other device."""
+    found = getattr(device, "compute_capability", None)
+    return None if found is None else float(found)
+
+
 def per_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """f on each device's part of the arrays, cut by these specs: for a kernel, which the compiler cannot partition. It is f
     itself on one device, and where all around it runs on each device's part already."""

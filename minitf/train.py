@@ -94,6 +94,7 @@ def implementation(cfg: Config, mesh: jax.sharding.Mesh, *, training: bool = Tru
         softcap=a.softcap is not None,
         dropout=training and bool(cfg.model.dropout if a.dropout is None else a.dropout),
         segments=pipeline.has_segments(cfg.data),
+        capability=sharding.capability(mesh.devices.flat[0]),
     )
     return attention.choose(a.implementation, sharding.platform(mesh), needs)
 

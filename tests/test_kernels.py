@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import TINY, assert_close, change, make_mesh, random_batch, random_params, topology
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core import Var
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -47,6 +48,10 @@ NEEDS = Needs(dtype="bfloat16", length=256, head_dim=128)
         ("gpu", dict(dtype="float32"), "xla"),
         ("gpu", dict(segments=True), "xla"),
         ("gpu", dict(cached=True), "xla"),
+        ("gpu", dict(head_dim=36), "xla"),
+        ("gpu", dict(head_dim=256, capability=8.0), "xla"),
+        ("gpu", dict(head_dim=256, capability=9.0), "cudnn"),
+        ("gpu", dict(spread=False), "xla"),
         ("tpu", {}, "splash"),
         ("tpu", dict(dtype="float32", softcap=True, segments=True), "splash"),
         ("tpu", dict(dtype="float16"), "xla"),
@@ -73,6 +78,13 @@ def test_auto_takes_the_first_that_can(platform, needs, chosen):
         ("cudnn", "gpu", dict(dtype="float32"), "it takes bfloat16 and float16, not float32"),
         ("cudnn", "gpu", dict(softcap=True), "it has no soft-cap"),
         ("cudnn", "gpu", dict(segments=True), "it does not separate documents"),  # P09
+        ("cudnn", "gpu", dict(head_dim=12), "it takes heads of a multiple of 8 up to 256, not of 12"),
+        (
+            "cudnn",
+            "gpu",
+            dict(capability=7.5),
+            "it needs an NVIDIA GPU of compute capability 8.0 (Ampere), this is 7.5",
+        ),
         ("xla", "cpu", dict(softcap=True), "it has no soft-cap"),
         ("xla", "cpu", dict(dropout=True), "it has no dropout of attention weights"),
     ],
@@ -221,6 +233,24 @@ def used(jaxpr):
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(inner, "eqns") and eqn.primitive.name != "pallas_call":
                 yield from used(getattr(inner, "jaxpr", inner))
+
+
+def test_cudnn_is_asked_for_each_device_s_rows_and_heads_and_the_window(monkeypatch):
+    """Lowered for a GPU that is not here: what it computes is checked by tools/gpu_check.py."""
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda least: True)
+    mesh, cfg = make_mesh("2x2x2"), AttentionConfig(implementation="cudnn")
+    heads = NamedSharding(mesh, P(sharding.BATCH, None, "tensor"))
+    arrays = [jax.ShapeDtypeStruct((4, S, n, K), "bfloat16", sharding=heads) for n in (H, G, G, H)]
+    with jax.set_mesh(mesh):
+        traced = jax.jit(functools.partial(mixed, cfg, Mask(100))).trace(*arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@__cudnn$fmha" in line]
+    assert len(calls) == 2  # forward and backward
+    for line in calls:
+        assert "tensor<1x256x2x128xbf16>, tensor<1x256x1x128xbf16>, tensor<1x256x1x128xbf16>" in line
+        assert re.search(r"sliding_window_length\\22: 100\b", line)
+        assert "CAUSAL" in line
 
 
 L = 2  # layers of model_config

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from minitf.model.ops import dropout, linear, rms_norm, rotate, softcap
 from minitf.params import Param
-from minitf.sharding import BATCH, RULES, per_device, row_shards
+from minitf.sharding import BATCH, RULES, capability, per_device, row_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,12 +149,12 @@ def reference_mix(q, k, v, mask: Mask, cfg: AttentionConfig, keys_B, rate: float
 
 
 def jax_mix(implementation: str, q, k, v, mask: Mask, cfg: AttentionConfig) -> jax.Array:
-    attend = functools.partial(jax.nn.dot_product_attention, q, k, v, scale=cfg.scale, implementation=implementation)
+    attend = functools.partial(jax.nn.dot_product_attention, scale=cfg.scale, implementation=implementation)
     if mask.times is not None:
-        return attend(mask=mask.allowed(q.shape[1], k.shape[1]))
+        return attend(q, k, v, mask=mask.allowed(q.shape[1], k.shape[1]))
     window = None if mask.window is None else (mask.window - 1, 0)
     allowed = None if mask.segments_BS is None else mask.allowed(q.shape[1], k.shape[1])
-    return attend(mask=allowed, is_causal=True, local_window_size=window)
+    return attend(q, k, v, mask=allowed, is_causal=True, local_window_size=window)
 
 
 def xla_mix(q, k, v, mask, cfg, keys_B, rate):
@@ -162,9 +162,14 @@ def xla_mix(q, k, v, mask, cfg, keys_B, rate):
     return jax_mix("xla", q, k, v, mask, cfg)
 
 
+HEADS = P(BATCH, None, RULES["heads"], None)  # how rows of heads are spread over devices
+
+
 def cudnn_mix(q, k, v, mask, cfg, keys_B, rate):
-    """cuDNN's fused attention through `jax.nn.dot_product_attention`: NVIDIA GPUs, 16-bit types."""
-    return jax_mix("cudnn", q, k, v, mask, cfg)
+    """cuDNN's fused attention through `jax.nn.dot_product_attention`: NVIDIA GPUs, 16-bit types, shared key/value heads, windows."""
+    attend = lambda q, k, v: jax_mix("cudnn", q, k, v, mask, cfg)
+    # It can be partitioned, but only where the compiler has spread queries, keys and values alike.
+    return per_device(attend, (HEADS, HEADS, HEADS), HEADS)(q, k, v)
 
 
 LANES = 128  # of a TPU's vector unit: splash takes rows and blocks that are multiples of it
@@ -205,8 +210,7 @@ def splash_mix(q, k, v, mask: Mask, cfg: AttentionConfig, keys_B, rate):
         ids = None if segments_BS is None else kernel.SegmentIds(segments_BS, segments_BS)
         return jax.vmap(lambda q, k, v, ids: splash(q, k, v, segment_ids=ids))(*heads_first, ids).swapaxes(1, 2)
 
-    heads = P(BATCH, None, RULES["heads"], None)
-    return per_device(of_device, (heads, heads, heads, P(BATCH, None)), heads)(q, k, v, mask.segments_BS)
+    return per_device(of_device, (HEADS, HEADS, HEADS, P(BATCH, None)), HEADS)(q, k, v, mask.segments_BS)
 
 
 class Needs(NamedTuple):
@@ -220,18 +224,31 @@ class Needs(NamedTuple):
     segments: bool = False
     cached: bool = False  # the keys are those of earlier tokens
     spread: bool = True  # the rows divide evenly over the devices
+    capability: float | None = None  # of an NVIDIA GPU ("compute capability"); None: unknown, or another device
 
 
 def any_shape(needs: Needs) -> None:
     return None
 
 
+def cudnn_shape(needs: Needs) -> str | None:
+    # As JAX and cuDNN check it when the program is compiled (jax/_src/cudnn/fused_attention_stablehlo.py).
+    if needs.capability is not None and needs.capability < 8:
+        return f"it needs an NVIDIA GPU of compute capability 8.0 (Ampere), this is {needs.capability}"
+    largest = 128 if needs.capability is not None and needs.capability < 9 else 256
+    if needs.head_dim % 8 or needs.head_dim > largest:
+        return f"it takes heads of a multiple of 8 up to {largest}, not of {needs.head_dim} (model.attention.head_dim)"
+    return uneven(needs)
+
+
+def uneven(needs: Needs) -> str | None:
+    return None if needs.spread else "the rows do not divide evenly over the devices (batch_size)"
+
+
 def splash_shape(needs: Needs) -> str | None:
     if needs.length % LANES:
         return f"it takes rows of a multiple of {LANES} tokens, not of {needs.length} (seq_len)"
-    if not needs.spread:
-        return "the rows do not divide evenly over the devices (batch_size)"
-    return None
+    return uneven(needs)
 
 
 class Kernel(NamedTuple):
@@ -252,7 +269,15 @@ class Kernel(NamedTuple):
 IMPLEMENTATIONS = {
     "reference": Kernel(reference_mix, dropout=True),
     "xla": Kernel(xla_mix, softcap=False),
-    "cudnn": Kernel(cudnn_mix, ("gpu",), ("bfloat16", "float16"), softcap=False, segments=False, cached=False),
+    "cudnn": Kernel(
+        cudnn_mix,
+        ("gpu",),
+        ("bfloat16", "float16"),
+        softcap=False,
+        segments=False,  # it could by a bias of S x S for each row, which is what it is there to avoid
+        cached=False,
+        shape=cudnn_shape,
+    ),
     "splash": Kernel(
         splash_mix,
         ("tpu",),
@@ -300,6 +325,8 @@ def choose(implementation: str, platform: str | None, needs: Needs) -> str:
 def mix(q_BSHK, k_BTGK, v_BTGK, mask: Mask, cfg: AttentionConfig, keys_B=None, rate: float = 0.0) -> jax.Array:
     """The weighted mean of the values that each query may see, [B, S, H, K] in v's dtype; softmax in float32."""
     B, S, _, K = q_BSHK.shape
+    # One that is named may be compiled here for devices that are elsewhere.
+    device = jax.devices()[0] if cfg.implementation == "auto" else None
     needs = Needs(
         dtype=str(q_BSHK.dtype),
         length=S,
@@ -309,10 +336,9 @@ def mix(q_BSHK, k_BTGK, v_BTGK, mask: Mask, cfg: AttentionConfig, keys_B=None, r
         segments=mask.segments_BS is not None,
         cached=mask.times is not None,
         spread=B % row_shards() == 0,
+        capability=capability(device),
     )
-    # One that is named may be compiled here for devices that are elsewhere.
-    platform = jax.default_backend() if cfg.implementation == "auto" else None
-    kernel = IMPLEMENTATIONS[choose(cfg.implementation, platform, needs)]
+    kernel = IMPLEMENTATIONS[choose(cfg.implementation, None if device is None else device.platform, needs)]
     y_BSHK = kernel.apply(q_BSHK, k_BTGK, v_BTGK, mask, cfg, keys_B, rate)
     return y_BSHK if kernel.names_context else checkpoint_name(y_BSHK, "context")
 
