@@ -6,10 +6,13 @@ from typing import Any
 import jax
 from etils import epath
 
+from minitf.distributed import is_first
+
 
 class Profile:
-    """Traces the steps that `profile` names into WORKDIR/plugins/profile/TIME. A trace that cannot be made is told, and the run
-    goes on. As a context it ends, on leaving, a trace that is under way."""
+    """Traces the steps that `profile` names into WORKDIR/plugins/profile/TIME, in the first process: all do the same, and
+    TensorBoard would show each by itself. A trace that cannot be made is told, and the run goes on. As a context it ends, on
+    leaving, a trace that is under way."""
 
     def __init__(self, workdir: epath.Path, profile: tuple[int, int] | None, done: int, say: Callable[[str], None]):
         """`done`: the last step of an earlier process."""
@@ -26,12 +29,12 @@ class Profile:
         self._end()
 
     def begins_or_ends(self, step: int) -> bool:
-        """Whether that is behind this step, whose work must be done by then."""
+        """Whether that is behind this step, whose work must be done by then; the same in every process."""
         return step in (self._before, self._last)
 
     def begin(self, step: int) -> None:
         """Where the trace begins behind this step."""
-        if step != self._before:
+        if step != self._before or not is_first():
             return
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # an event for each call of Python would slow the steps and fill the trace

@@ -435,8 +435,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         start_up.phases["compile"] = compile_time
         writer.say(f"compiled in {compile_time:.1f} s")
 
-        # One process's trace: they all do the same, and TensorBoard would show each by itself.
-        profile = stack.enter_context(Profile(workdir, cfg.profile if first_process else None, first, writer.say))
+        profile = stack.enter_context(Profile(workdir, cfg.profile, first, writer.say))
         profile.begin(first)
         clock, watchdog = StepClock(first), Watchdog(cfg.watchdog)
         stack.callback(watchdog.pause)
