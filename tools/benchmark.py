@@ -215,6 +215,10 @@ class Side:
             raise ValueError(f"{self._name}: {answer['error']}")
         return answer
 
+    def kill(self) -> None:
+        """Ends the process, and what waits for its answer with RuntimeError."""
+        self._process.kill()
+
     def close(self) -> None:
         self._process.stdin.close()
         self._process.wait()

@@ -23,6 +23,7 @@ import numpy as np
 
 from minitf import config as config_lib
 from minitf import run, sharding
+from minitf.model.transformer import ModelConfig
 from minitf.sampling import Sampler, Sampling, prepared
 from minitf.sharding import MeshConfig
 from tools.benchmark import Side, ratios, serve
@@ -34,10 +35,9 @@ def prompts_of(request: dict[str, int], vocab_size: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocab_size, (request["batch_size"], request["prompt"]))
 
 
-def by_minitf(workdir: str) -> tuple[dict[str, Any], Measure]:
-    mesh = sharding.make_mesh(MeshConfig())
-    model = run.load_model(workdir, mesh=mesh)
-    params, cfg = prepared(model.params, model.cfg.model, mesh)
+def decoding(params: Any, cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Measure:
+    """Decodes greedily from a model on a mesh."""
+    params, cfg = prepared(params, cfg, mesh)
     sampler, total = Sampler(cfg, mesh), jax.jit(lambda params: sum(map(jnp.sum, jax.tree.leaves(params))))
 
     def measure(request: dict[str, int]) -> dict[str, float]:
@@ -56,7 +56,15 @@ def by_minitf(workdir: str) -> tuple[dict[str, Any], Measure]:
             sums.append(time.perf_counter() - start)
         return {"seconds": ended - began, "token": (ended - first) / made, "sum": statistics.median(sums)}
 
-    return {"vocab_size": cfg.vocab_size, "max_seq_len": cfg.max_seq_len, "dtype": cfg.dtype}, measure
+    return measure
+
+
+def by_minitf(workdir: str) -> tuple[dict[str, Any], Measure]:
+    mesh = sharding.make_mesh(MeshConfig())
+    model = run.load_model(workdir, mesh=mesh)
+    cfg = model.cfg.model
+    known = {"vocab_size": cfg.vocab_size, "max_seq_len": cfg.max_seq_len, "dtype": cfg.dtype}
+    return known, decoding(model.params, cfg, mesh)
 
 
 def by_transformers(folder: str) -> tuple[dict[str, Any], Measure]:
