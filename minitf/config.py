@@ -35,6 +35,29 @@ from minitf.tables import check_unread, did_you_mean, pick
 
 
 @dataclasses.dataclass(frozen=True)
+class CompilerOptions:
+    """Options of XLA, each NAME=VALUE, for the programs of training and evaluation on a platform."""
+
+    cpu: tuple[str, ...] = ()
+    gpu: tuple[str, ...] = ()
+    tpu: tuple[str, ...] = ()
+
+    def of(self, platform: str) -> dict[str, str]:
+        """By name, for `jax.jit`. Raises ValueError naming the setting for what is not of the form, and for a name given twice."""
+        found: dict[str, str] = {}
+        for word in getattr(self, platform):
+            name, equals, value = word.partition("=")
+            setting = f"compiler_options.{platform}: {word!r}"
+            if not re.fullmatch(r"xla_\w+", name) or not equals or not value:
+                raise ValueError(f"{setting}: must be NAME=VALUE, as in xla_tpu_scoped_vmem_limit_kib=98304")
+            if name in found:
+                raise ValueError(f"{setting}: is there twice")
+            # XLA knows truth by these words alone.
+            found[name] = {"true": "True", "false": "False"}.get(value.lower(), value)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     steps: int | None = None  # optimizer steps; exactly one of steps, tokens, epochs sets the length
     tokens: int | None = None  # of training: batch_size x seq_len a step
@@ -55,6 +78,7 @@ class Config:
         None  # (first step, steps) that process 0 traces for TensorBoard and tools.profile_summary; None: none
     )
     compilation_cache: str | None = None  # directory of compiled programs; None: beside the work directory; none: off
+    compiler_options: CompilerOptions = CompilerOptions()
     mesh: MeshConfig = MeshConfig()
     model: ModelConfig = ModelConfig()
     loss: LossConfig = LossConfig()
@@ -353,6 +377,8 @@ def validate(cfg: Config) -> None:
     if cfg.batch_size % cfg.accumulation:
         raise ValueError(f"batch_size={cfg.batch_size}: not divisible by accumulation={cfg.accumulation}")
 
+    for platform in dataclasses.asdict(cfg.compiler_options):
+        cfg.compiler_options.of(platform)
     for prefix, of in {"": "devices", "dcn_": "hosts"}.items():
         for axis in AXES:
             n = getattr(cfg.mesh, prefix + axis)

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +20,52 @@ from etils import epath
 
 from minitf.sharding import precision
 
-# Dense bfloat16 FLOP/s of one JAX device, by `device_kind` (float16 is as fast). Sources: cloud.google.com/tpu/docs (system
-# architecture, per chip; v2, v3 and 7x list two devices a chip) and NVIDIA's data sheets of A100, H100, H200, HGX B200 and
-# GB200 NVL72 (half of what they say with sparsity).
-PEAK_FLOPS = {
-    "TPU v2": 22.5e12,
-    "TPU v3": 61.5e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 1153.5e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
+
+class Device(NamedTuple):
+    """What one JAX device of a kind has. None: not known."""
+
+    flops: float  # dense bfloat16 FLOP/s
+    hbm: float | None = None  # bytes of memory that a program can have
+    clock: float | None = None  # cycles a second
+    ici: float | None = None  # bytes a second that it sends over all its links to other chips together
+
+
+GiB = 2**30
+# By `device_kind`. Sources:
+# - FLOP/s (float16 is as fast), TPU: cloud.google.com/tpu/docs (system architecture, per chip; v2, v3 and 7x list two devices a
+#   chip); NVIDIA: data sheets of A100, H100, H200, HGX B200 and GB200 NVL72 (half of what they say with sparsity).
+# - memory, TPU: what the compiler of libtpu 0.0.52 names when a program is too large; NVIDIA: the same data sheets, of which the
+#   driver and JAX's own reserve take some.
+# - clock: FLOP/s by the FLOPs of a cycle, which are 2 x the multipliers of the matrix units: 8 x 128^2 (v4, v5p), 4 x 128^2 (v5e),
+#   4 x 256^2 (v6e; 7x: a guess, of which large products reach 85 % by the compiler's estimates).
+# - links: one way, jax-ml.github.io/scaling-book, "How to think about TPUs": 45e9 a link (v4, v5e), 90e9 (v5p, v6e), 4 links on a
+#   2-D torus, 6 on a 3-D one; 7x: half of its chip's, from cloud.google.com/tpu/docs/tpu7x.
+V5E = Device(197e12, 15.75 * GiB, 1.5e9, 180e9)
+V5P = Device(459e12, 95.73 * GiB, 1.75e9, 540e9)
+V6E = Device(918e12, 31.24 * GiB, 1.75e9, 360e9)
+DEVICES = {
+    "TPU v2": Device(22.5e12),
+    "TPU v3": Device(61.5e12),
+    "TPU v4": Device(275e12, 30.75 * GiB, 1.05e9, 270e9),
+    "TPU v5 lite": V5E,
+    "TPU v5e": V5E,
+    "TPU v5": V5P,
+    "TPU v5p": V5P,
+    "TPU v6 lite": V6E,
+    "TPU v6e": V6E,
+    "TPU7x": Device(1153.5e12, 94.74 * GiB, 2.2e9, 300e9),
+    "NVIDIA A100-SXM4-40GB": Device(312e12, 40e9),
+    "NVIDIA A100-SXM4-80GB": Device(312e12, 80e9),
+    "NVIDIA A100-PCIE-40GB": Device(312e12, 40e9),
+    "NVIDIA A100 80GB PCIe": Device(312e12, 80e9),
+    "NVIDIA H100 80GB HBM3": Device(989e12, 80e9),
+    "NVIDIA H100 PCIe": Device(756e12, 80e9),
+    "NVIDIA H100 NVL": Device(835e12, 94e9),
+    "NVIDIA H200": Device(989e12, 141e9),
+    "NVIDIA B200": Device(2250e12, 180e9),
+    "NVIDIA GB200": Device(2500e12, 186e9),
 }
+PEAK_FLOPS = {kind: device.flops for kind, device in DEVICES.items()}
 
 
 def measured_flops(dtype: str = "float32", repeats: int = 5) -> float:

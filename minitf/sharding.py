@@ -108,8 +108,12 @@ def make_mesh(cfg: MeshConfig, devices: list | None = None) -> Mesh:
     inside, across = mesh_shape(cfg, len(devices), n)
     types = (AxisType.Auto,) * len(AXES)
     if n == 1:
-        return jax.make_mesh(inside, AXES, axis_types=types, devices=devices)
-    grid = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
+        try:
+            return jax.make_mesh(inside, AXES, axis_types=types, devices=devices)
+        except NotImplementedError:  # no axis of the TPU's torus is as long as one of ours: part of one, then
+            grid = mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
+    else:
+        grid = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=types)
 
 

@@ -55,13 +55,13 @@ class Job(NamedTuple):
     cfg: Config  # resolved
     steps: int
     rows: int  # of the training splits
-    corpora: tuple[datasets.Corpus, ...]  # one, or those of data.mixture
+    corpora: tuple[datasets.Corpus, ...]  # one, or those of data.mixture; () where no data are read: see `design`
     mesh: jax.sharding.Mesh
     specs: Any
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self.corpora[0].tokenizer
+        return self.corpora[0].tokenizer if self.corpora else None
 
     @property
     def sha256(self) -> str:
@@ -81,6 +81,28 @@ def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
             f"mesh axes data={mesh.shape['data']} and fsdp={mesh.shape['fsdp']}"
         )
     implementation(cfg, mesh)
+    check_options(cfg, mesh)
+
+
+def options(cfg: Config, mesh: jax.sharding.Mesh) -> dict[str, str] | None:
+    """The compiler's options for this mesh; None: its defaults."""
+    return cfg.compiler_options.of(sharding.platform(mesh)) or None
+
+
+def check_options(cfg: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError with the compiler's own words where it does not take an option, by compiling nearly nothing: the step
+    would be compiled minutes later."""
+    given = options(cfg, mesh)
+    if given is None:
+        return
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
+    try:
+        jax.jit(lambda x: x, compiler_options=given).lower(x).compile()
+    except jax.errors.JaxRuntimeError as e:
+        text = str(e).removeprefix("INVALID_ARGUMENT: ")
+        raise ValueError(
+            f"compiler_options.{sharding.platform(mesh)}={' '.join(map('='.join, given.items()))}: {text}"
+        ) from None
 
 
 def implementation(cfg: Config, mesh: jax.sharding.Mesh, *, training: bool = True) -> str:
@@ -99,6 +121,17 @@ def implementation(cfg: Config, mesh: jax.sharding.Mesh, *, training: bool = Tru
     return attention.choose(a.implementation, sharding.platform(mesh), needs)
 
 
+def design(cfg: Config, steps: int, vocab_size: int, devices: list | None = None) -> Job:
+    """The job as far as it needs no data: settings that follow from others, the mesh (over all devices if None; those of a
+    topology that is not here will do) and the model. Raises ValueError where they do not fit."""
+    model = dataclasses.replace(cfg.model, vocab_size=vocab_size, max_seq_len=cfg.model.max_seq_len or cfg.seq_len)
+    cfg = dataclasses.replace(cfg, model=model)
+    mesh = sharding.make_mesh(cfg.mesh, devices)
+    specs = model_params(model)
+    check_mesh(cfg, mesh, specs)
+    return Job(cfg, steps, 0, (), mesh, specs)
+
+
 def prepare(cfg: Config, devices: list | None = None) -> Job:
     """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for all that a
     user can mend."""
@@ -106,9 +139,6 @@ def prepare(cfg: Config, devices: list | None = None) -> Job:
         corpora = datasets.load_all(cfg.data, cfg.model.vocab_size)
     except (OSError, RuntimeError) as e:  # a file that cannot be read, a home that does not exist
         raise ValueError(f"data.path={cfg.data.path}: {e}") from None
-    vocab_size = cfg.model.vocab_size or corpora[0].train.vocab_size
-    model = dataclasses.replace(cfg.model, vocab_size=vocab_size, max_seq_len=cfg.model.max_seq_len or cfg.seq_len)
-    cfg = dataclasses.replace(cfg, model=model)
     rows = sum(len(pipeline.rows_of(c.train, cfg.seq_len, cfg.data)) for c in corpora)
     if cfg.eval_every is not None:
         try:
@@ -118,10 +148,8 @@ def prepare(cfg: Config, devices: list | None = None) -> Job:
             raise ValueError(f"{e}; name one by data.val_path, or set eval_every=None") from None
     steps = config_lib.total_steps(cfg, rows)
     config_lib.check_length(cfg, steps)
-    mesh = sharding.make_mesh(cfg.mesh, devices)
-    specs = model_params(model)
-    check_mesh(cfg, mesh, specs)
-    job = Job(cfg, steps, rows, corpora, mesh, specs)
+    vocab_size = cfg.model.vocab_size or corpora[0].train.vocab_size
+    job = design(cfg, steps, vocab_size, devices)._replace(rows=rows, corpora=corpora)
     if cfg.sample_every is not None:
         if job.tokenizer is None:
             raise ValueError(
@@ -196,14 +224,19 @@ def program(job: Job) -> Program:
     step = functools.partial(train_step, cfg=step_cfg, tx=tx, schedule=schedule)
     # On a CPU, optimising the random numbers of the start takes longer than compiling the step, and gives other last bits on
     # other meshes.
-    options = {"xla_backend_optimization_level": 1} if sharding.platform(job.mesh) == "cpu" else None
+    at_start = {"xla_backend_optimization_level": 1} if sharding.platform(job.mesh) == "cpu" else None
+    given = options(cfg, job.mesh)
     return Program(
         state,
-        jax.jit(init, out_shardings=layout, compiler_options=options),
+        jax.jit(init, out_shardings=layout, compiler_options=at_start),
         jax.jit(functools.partial(first_state, tx=tx), out_shardings=layout),
         # Metrics are whole on every device, for every process to read.
-        jax.jit(step, donate_argnums=0, out_shardings=(layout, everywhere)),
-        jax.jit(functools.partial(eval_step, byte_lengths=lengths, cfg=eval_cfg), out_shardings=everywhere),
+        jax.jit(step, donate_argnums=0, out_shardings=(layout, everywhere), compiler_options=given),
+        jax.jit(
+            functools.partial(eval_step, byte_lengths=lengths, cfg=eval_cfg),
+            out_shardings=everywhere,
+            compiler_options=given,
+        ),
     )
 
 

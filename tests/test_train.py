@@ -198,6 +198,7 @@ def test_modules_import_only_what_stands_above_them():
     order = [
         *(
             "tables",
+            "hlo",
             "params",
             "checksum",
             "cluster",
@@ -229,6 +230,7 @@ def test_modules_import_only_what_stands_above_them():
             "harness",
             "evaluate",
             "generate",
+            "plan",
             "huggingface.settings",
             "huggingface.families",
             "huggingface.folder",

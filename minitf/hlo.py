@@ -1,0 +1,436 @@
+"""What a compiled program does, read from its text (`compiled.as_text()`): how often each part runs, the compiler's own estimate of
+its cycles, what travels between devices, and calls of Pallas kernels. Needs neither JAX nor the device.
+
+HLO of three backends is read, which say the same things in different words: see each function.
+"""
+
+import functools
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# ---- shapes
+
+
+def elements(shape: str) -> list[str]:
+    """The elements of a tuple's shape, `(a, (b, c))` -> [`a`, `(b, c)`]; of an array's, itself."""
+    shape = re.sub(r"/\*.*?\*/", "", shape).strip()
+    if not shape.startswith("("):
+        return [shape]
+    found, depth, start = [], 0, 1
+    for i, c in enumerate(shape):
+        depth += (c in "([{") - (c in ")]}")
+        if (c == "," and depth == 1) or (c == ")" and depth == 0):
+            found.append(shape[start:i].strip())
+            start = i + 1
+    return [f for f in found if f]
+
+
+def bits(dtype: str) -> int:
+    """bf16 -> 16, f8e4m3fn -> 8, s4 -> 4; a token has none."""
+    number = re.search(r"\d+", dtype)
+    return 8 if dtype == "pred" else int(number[0]) if number else 0
+
+
+def nbytes(shape: str) -> int:
+    """Bytes of an array or of all arrays of a tuple, without padding."""
+    parts = elements(shape)
+    if parts != [shape.strip()]:
+        return sum(map(nbytes, parts))
+    array = re.match(r"(\w+)\[([\d,<=]*)\]", parts[0])
+    if array is None:
+        return 0
+    dims = [int(d.strip("<=")) for d in array[2].split(",") if d]
+    return math.prod(dims) * bits(array[1]) // 8
+
+
+# ---- computations
+
+
+class Instruction(NamedTuple):
+    name: str
+    shape: str  # of the result
+    op: str
+    operands: str
+    attributes: str  # what follows the operands
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of the pattern in what follows the operands."""
+        found = re.search(pattern, self.attributes)
+        return None if found is None else found[1]
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from."""
+        return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"') or ""
+
+
+class Module(NamedTuple):
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+
+BEGIN = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$")
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
+
+
+def closing(text: str, start: int) -> int:
+    """The place of the bracket that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if depth == 0:
+            return i
+    raise ValueError(f"HLO: no end of {text[start : start + 80]!r}")
+
+
+def instruction(text: str) -> Instruction:
+    """Of `%name = SHAPE op(operands), attributes`. Raises ValueError where it is none."""
+    name, rest = INSTRUCTION.fullmatch(text).groups()
+    end = closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opened = rest.index("(")
+    closed = closing(rest, opened)
+    return Instruction(name, shape, rest[:opened], rest[opened + 1 : closed], rest[closed + 1 :])
+
+
+def parse(text: str) -> Module:
+    """The computations of a module's text. Raises ValueError where there is no entry."""
+    computations: dict[str, list[str]] = {}
+    entry = current = None
+    for line in text.splitlines():
+        if current is None:
+            begins = BEGIN.match(line)
+            if begins:
+                current = computations.setdefault(begins[2], [])
+                entry = begins[2] if begins[1] else entry
+        elif line == "}":  # and no other: the metadata of a kernel span lines, one of which begins so
+            current = None
+        elif INSTRUCTION.match(line):
+            current.append(line)
+        else:
+            current[-1] += "\n" + line
+    if entry is None:
+        raise ValueError("HLO: the text has no ENTRY computation")
+    return Module({name: list(map(instruction, lines)) for name, lines in computations.items()}, entry)
+
+
+# ---- how often each computation runs
+
+
+def names(text: str | None) -> list[str]:
+    return re.findall(r"[\w.\-]+", text or "")
+
+
+def trip_count(module: Module, loop: Instruction) -> int | None:
+    """How often a while's body runs; None where it depends on data. CPU and GPU say it; of a TPU's it is the constant that the
+    condition compares the counter with, which begins at 0."""
+    known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+    if known is not None:
+        return int(known)
+    condition = module.computations.get(loop.attribute(r"condition=%?([\w.\-]+)") or "", [])
+    constants = {i.name: int(i.operands) for i in condition if i.op == "constant" and i.operands.isdigit()}
+    compares = [i for i in condition if i.op == "compare"]
+    if not compares:  # wrapped into a fusion, to which the constant is given
+        for called in condition:
+            inside = module.computations.get(called.attribute(r"calls=%?([\w.\-]+)") or "", [])
+            given = names(re.sub(r"/\*.*?\*/", "", called.operands))
+            for i in inside:
+                if i.op == "parameter" and int(i.operands) < len(given) and given[int(i.operands)] in constants:
+                    constants[i.name] = constants[given[int(i.operands)]]
+                if i.op == "constant" and i.operands.isdigit():
+                    constants[i.name] = int(i.operands)
+            compares += [i for i in inside if i.op == "compare"]
+    for compare in compares:
+        more = {"LT": 0, "LE": 1}.get(compare.attribute(r"direction=(\w+)") or "")
+        bound = [constants[n] for n in names(compare.operands) if n in constants]
+        if more is not None and len(bound) == 1:
+            return bound[0] + more
+    return None
+
+
+CALLED = {  # op -> where it names the computations that it runs; functions of scalars, as of a reduce, are left out
+    "while": r"(?:body|condition)=(%?[\w.\-]+)",
+    "conditional": r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))",
+    "fusion": r"calls=(%?[\w.\-]+)",
+    "call": r"to_apply=(%?[\w.\-]+)",
+    "async-start": r"(?:calls|to_apply)=(%?[\w.\-]+)",
+    "custom-call": r"called_computations=\{([^}]*)\}",
+}
+
+
+class Runs(NamedTuple):
+    """How often computations run in one run of the module."""
+
+    counts: dict[str, int]  # of those that run at all
+    fused: frozenset[str]  # those that are the inside of a fusion
+    asynchronous: frozenset[str]  # those that run beside their caller
+    unknown: tuple[str, ...]  # whiles whose trip count depends on data: counted once
+
+
+def runs(module: Module) -> Runs:
+    """Bodies count as often as their while turns; of a conditional each branch counts once, though only one of them runs."""
+    calls: list[tuple[str, str, int]] = []  # (caller, callee, times)
+    fused, asynchronous, unknown = set(), set(), []
+    for caller, instructions in module.computations.items():
+        for i in instructions:
+            if i.op not in CALLED:
+                continue
+            times = trip_count(module, i) if i.op == "while" else 1
+            if times is None:
+                unknown.append(i.name)
+            for found in re.findall(CALLED[i.op], i.attributes):
+                for callee in names(" ".join(found) if isinstance(found, tuple) else found):
+                    calls.append((caller, callee, 1 if times is None else times))
+                    if i.op == "fusion":
+                        fused.add(callee)
+                    if i.op == "async-start":
+                        asynchronous.add(callee)
+    callers: dict[str, list[tuple[str, int]]] = {}
+    for caller, callee, times in calls:
+        callers.setdefault(callee, []).append((caller, times))
+
+    @functools.cache
+    def count(name: str) -> int:
+        if name == module.entry:
+            return 1
+        return sum(count(caller) * times for caller, times in callers.get(name, []))
+
+    @functools.cache
+    def within(name: str, kind: frozenset[str]) -> bool:
+        return name in kind or any(within(caller, kind) for caller, _ in callers.get(name, []))
+
+    counts = {name: count(name) for name in module.computations if count(name)}
+    inside = lambda kind: frozenset(name for name in counts if within(name, frozenset(kind)))
+    return Runs(counts, inside(fused), inside(asynchronous), tuple(unknown))
+
+
+# ---- cycles
+
+
+class Cost(NamedTuple):
+    cycles: int  # of all runs
+    count: int
+    instruction: Instruction
+
+
+def costs(module: Module, run: Runs) -> list[Cost]:
+    """The compiler's estimates of a TPU's cycles, the dearest first; CPU and GPU give none. They cover neither collectives nor
+    kernels; what is inside a fusion is in the fusion's own."""
+    found = []
+    for name, count in run.counts.items():
+        for i in () if name in run.fused else module.computations[name]:
+            cycles = i.attribute(r'"estimated_cycles":"(\d+)"')
+            if cycles is not None:
+                found.append(Cost(count * int(cycles), count, i))
+    return sorted(found, key=lambda c: -c.cycles)
+
+
+# ---- collectives
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+WIRE = {  # bytes that each of g devices sends, of a result of R bytes, on a ring
+    "all-reduce": lambda R, g: 2 * R * (g - 1) / g,
+    "all-gather": lambda R, g: R * (g - 1) / g,
+    "reduce-scatter": lambda R, g: R * (g - 1),
+    "all-to-all": lambda R, g: R * (g - 1) / g,
+    "ragged-all-to-all": lambda R, g: R * (g - 1) / g,
+    "collective-permute": lambda R, g: R,
+}
+
+
+class Collective(NamedTuple):
+    kind: str  # one of KINDS
+    axes: tuple[str, ...] | None  # of the mesh, along which the groups lie; None: along none of them
+    group: tuple[int, ...]  # the first group: numbers of devices in the order of the mesh
+    count: int  # in one run of the module
+    nbytes: int  # of one result on one device
+    wire: float  # bytes that a device sends for one
+    synchronous: bool  # nothing else is computed meanwhile
+    instruction: Instruction
+
+
+def in_order(dims: list[int], transposed: list[int] | None = None) -> list[int]:
+    """The numbers 0, 1, ... of an array of these dimensions, read after a transposition."""
+    order = range(len(dims)) if transposed is None else transposed
+    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    return [
+        sum(n * strides[d] for n, d in zip(at, order, strict=True))
+        for at in itertools.product(*(range(dims[d]) for d in order))
+    ]
+
+
+def cut(numbers: list[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(numbers[i : i + size]) for i in range(0, len(numbers), size)]
+
+
+def along(mesh: Mapping[str, int], axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """The groups of devices that differ in their places on these axes only."""
+    all_axes = list(mesh)
+    inner = [all_axes.index(a) for a in axes]
+    outer = [i for i in range(len(all_axes)) if i not in inner]
+    return cut(in_order(list(mesh.values()), outer + inner), math.prod(mesh[a] for a in axes))
+
+
+def integers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
+
+
+def groups(i: Instruction, devices: int) -> list[tuple[int, ...]]:
+    """Which devices take part together, by their numbers. Written in four ways: `mesh['data'=2,'fsdp'=4] {'fsdp'}`,
+    `[4,2]<=[2,4]T(1,0)`, `{{0,1},{2,3}}`, and pairs of source and target; none: all."""
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", i.attributes)
+    if named:
+        mesh = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", named[1])}
+        found = along(mesh, tuple(re.findall(r"'([^']+)'", named[3])))
+        ids = re.search(r"device_ids=\(?([^)\s]*(?:T\([\d,]*\))?)", named[2])
+        if ids:
+            numbers = iota(ids[1])
+            found = [tuple(numbers[d] for d in group) for group in found]
+        return found
+    listed = re.search(r"replica_groups=(\[[\d,]+\]<=\S+?)(?:,\s|$)", i.attributes)
+    if listed:
+        return cut(iota(listed[1]), integers(listed[1].partition("<=")[0])[1])
+    plain = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", i.attributes)
+    if plain:
+        return [tuple(integers(g)) for g in re.findall(r"\{([^{}]*)\}", plain[1])]
+    return [tuple(range(devices))]
+
+
+def iota(text: str) -> list[int]:
+    """The device numbers of `[..]<=[2,4]T(1,0)` or `[2,4]T(1,0)`."""
+    dims, _, order = text.rpartition("<=")[2].partition("T")
+    return in_order(integers(dims), integers(order) if order else None)
+
+
+def axes_of(found: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The mesh axes along which these groups lie. Axes of one device are named by none."""
+    wide = [a for a, n in mesh.items() if n > 1]
+    as_sets = lambda gs: {frozenset(g) for g in gs}
+    for n in range(len(wide) + 1):
+        for axes in itertools.combinations(wide, n):
+            if as_sets(along(mesh, axes)) == as_sets(found):
+                return axes
+    return None
+
+
+def permuted(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which sources and targets differ."""
+    sizes = list(mesh.values())
+    place = lambda d: [d // math.prod(sizes[i + 1 :]) % n for i, n in enumerate(sizes)]
+    differ = lambda i: any(place(a)[i] != place(b)[i] for a, b in pairs)
+    return tuple(a for i, a in enumerate(mesh) if differ(i))
+
+
+def result_bytes(i: Instruction, kind: str) -> int:
+    """Bytes of what a collective gives. A start gives its operands, too, and what it waits with."""
+    if i.op == kind or kind == "all-reduce":
+        return nbytes(i.shape)
+    return nbytes(elements(i.shape)[1])
+
+
+def collectives(module: Module, run: Runs, mesh: Mapping[str, int]) -> list[Collective]:
+    """Every collective of more than one device, with how often it runs. `mesh`: its axes, with their sizes.
+
+    On TPUs: a collective beside which others compute is written into the fusions that start it, go on with it and end it, and
+    counts where it starts; an all-reduce inside a fusion named after it is a reduce-scatter, and synchronous."""
+    found = []
+    for name, count in run.counts.items():
+        instructions = module.computations[name]
+        targets = {i.attribute(r'custom_call_target="([^"]*)"') for i in instructions if i.op == "custom-call"}
+        starts = "AsyncCollectiveStart" in targets
+        if (
+            name in run.fused
+            and not starts
+            and ("AsyncCollectiveDone" in targets or name.startswith("async_collective_fusion"))
+        ):
+            continue
+        for i in instructions:
+            kind = i.op.removesuffix("-start")
+            if kind not in KINDS:
+                continue
+            among = groups(i, math.prod(mesh.values()))
+            pairs = kind == "collective-permute"
+            size, result = len(among[0]), result_bytes(i, kind)
+            if size < 2:
+                continue
+            wire = WIRE[kind](result, size)
+            if kind == "all-reduce" and name in run.fused and re.search("reduce[-_]scatter", name):
+                kind, wire, result = "reduce-scatter", wire / 2, result // size
+            found.append(
+                Collective(
+                    kind,
+                    permuted(among, mesh) if pairs else axes_of(among, mesh),
+                    among[0],
+                    count,
+                    result,
+                    wire,
+                    not i.op.endswith("-start") and not starts and name not in run.asynchronous,
+                    i,
+                )
+            )
+    return sorted(found, key=lambda c: -c.count * c.wire)
+
+
+# ---- kernels
+
+PALLAS = ("tpu_custom_call", "mosaic_gpu", "__gpu$xla.gpu.triton")  # targets of custom calls
+
+
+class Kernel(NamedTuple):
+    name: str  # of the Pallas call
+    count: int  # in one run of the module
+    operands: tuple[str, ...]  # their shapes
+    instruction: Instruction
+
+
+def kernels(module: Module, run: Runs) -> list[Kernel]:
+    """Calls of Pallas kernels, of which the compiler estimates nothing."""
+    found = []
+    for name, count in run.counts.items():
+        for i in module.computations[name]:
+            if i.op == "custom-call" and i.attribute(r'custom_call_target="([^"]*)"') in PALLAS:
+                shapes = i.attribute(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}") or ""
+                path = re.sub(r"/pallas_call$", "", i.op_name).rpartition("/")[2]
+                found.append(Kernel(path or re.sub(r"\.\d+$", "", i.name), count, tuple(elements(f"({shapes})")), i))
+    return found
+
+
+# ---- arrays
+
+# What gives no array of its own.
+VIEWS = frozenset(
+    "parameter constant tuple get-tuple-element bitcast while conditional call opt-barrier optimization-barrier domain".split()
+)
+
+
+class Array(NamedTuple):
+    shape: str  # bf16[8,128]
+    nbytes: int
+    op_name: str  # where in the traced program one of them comes from; "" where the compiler does not say
+    count: int  # of instructions that give such an array, not all at the same time
+
+
+def arrays(module: Module, run: Runs) -> list[Array]:
+    """What the program forms in the device's main memory, by shape, the largest first."""
+    origins: dict[str, list[str]] = {}
+    for name in run.counts:
+        for i in () if name in run.fused else module.computations[name]:
+            if i.op in VIEWS or i.op.endswith("-done"):
+                continue
+            for element in elements(i.shape):
+                plain = re.match(r"\w+\[[\d,]*\]", element)
+                if plain and not re.search(
+                    r"S\([1-9]\d*\)", element
+                ):  # those are other memories: the core's, the host's
+                    origins.setdefault(plain[0], []).append(i.op_name)
+
+    def origin(found: list[str]) -> str:
+        traced = Counter(n for n in found if n.startswith("jit(")) or Counter(found)
+        return traced.most_common(1)[0][0]
+
+    forms = [Array(shape, nbytes(shape), origin(found), len(found)) for shape, found in origins.items()]
+    return sorted(forms, key=lambda a: -a.nbytes)
