@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # ---- shapes
 
@@ -74,6 +74,9 @@ class Module(NamedTuple):
 
 
 BEGIN = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$")
+END = re.compile(
+    r"\}(, \w+=\S+)?"
+)  # no other line: the metadata of a kernel span lines, one of which begins with a bracket
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
 
 
@@ -107,7 +110,7 @@ def parse(text: str) -> Module:
             if begins:
                 current = computations.setdefault(begins[2], [])
                 entry = begins[2] if begins[1] else entry
-        elif line == "}":  # and no other: the metadata of a kernel span lines, one of which begins so
+        elif END.fullmatch(line):
             current = None
         elif INSTRUCTION.match(line):
             current.append(line)
@@ -157,8 +160,11 @@ CALLED = {  # op -> where it names the computations that it runs; functions of s
     "conditional": r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))",
     "fusion": r"calls=(%?[\w.\-]+)",
     "call": r"to_apply=(%?[\w.\-]+)",
-    "async-start": r"(?:calls|to_apply)=(%?[\w.\-]+)",
     "custom-call": r"called_computations=\{([^}]*)\}",
+    # Beside their caller, on another core of the chip or on its links.
+    "async-start": r"(?:calls|to_apply)=(%?[\w.\-]+)",
+    "call-start": r"(?:calls|to_apply)=(%?[\w.\-]+)",
+    "custom-call-start": r"called_computations=\{([^}]*)\}",
 }
 
 
@@ -187,7 +193,7 @@ def runs(module: Module) -> Runs:
                     calls.append((caller, callee, 1 if times is None else times))
                     if i.op == "fusion":
                         fused.add(callee)
-                    if i.op == "async-start":
+                    if i.op.endswith("-start"):
                         asynchronous.add(callee)
     callers: dict[str, list[tuple[str, int]]] = {}
     for caller, callee, times in calls:
@@ -219,12 +225,12 @@ class Cost(NamedTuple):
 
 def costs(module: Module, run: Runs) -> list[Cost]:
     """The compiler's estimates of a TPU's cycles, the dearest first; CPU and GPU give none. They cover neither collectives nor
-    kernels; what is inside a fusion is in the fusion's own."""
+    kernels; what is inside a fusion is in the fusion's own; what another core does meanwhile is left out."""
     found = []
     for name, count in run.counts.items():
-        for i in () if name in run.fused else module.computations[name]:
+        for i in () if name in run.fused | run.asynchronous else module.computations[name]:
             cycles = i.attribute(r'"estimated_cycles":"(\d+)"')
-            if cycles is not None:
+            if cycles is not None and int(cycles) < 2**62:  # a larger one stands for none
                 found.append(Cost(count * int(cycles), count, i))
     return sorted(found, key=lambda c: -c.cycles)
 
@@ -267,7 +273,7 @@ def cut(numbers: list[int], size: int) -> list[tuple[int, ...]]:
     return [tuple(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
-def along(mesh: Mapping[str, int], axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+def along(mesh: Mapping[Any, int], axes: tuple) -> list[tuple[int, ...]]:
     """The groups of devices that differ in their places on these axes only."""
     all_axes = list(mesh)
     inner = [all_axes.index(a) for a in axes]
@@ -284,13 +290,10 @@ def groups(i: Instruction, devices: int) -> list[tuple[int, ...]]:
     `[4,2]<=[2,4]T(1,0)`, `{{0,1},{2,3}}`, and pairs of source and target; none: all."""
     named = re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", i.attributes)
     if named:
-        mesh = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", named[1])}
-        found = along(mesh, tuple(re.findall(r"'([^']+)'", named[3])))
-        ids = re.search(r"device_ids=\(?([^)\s]*(?:T\([\d,]*\))?)", named[2])
-        if ids:
-            numbers = iota(ids[1])
-            found = [tuple(numbers[d] for d in group) for group in found]
-        return found
+        found = named_groups(named[1], named[3])
+        ids = re.search(r"device_ids=\((\S*)\)", named[2])
+        numbers = ids and (iota(ids[1]) if ids[1].startswith("[") else integers(ids[1]))
+        return [tuple(numbers[d] for d in group) for group in found] if numbers else found
     listed = re.search(r"replica_groups=(\[[\d,]+\]<=\S+?)(?:,\s|$)", i.attributes)
     if listed:
         return cut(iota(listed[1]), integers(listed[1].partition("<=")[0])[1])
@@ -298,6 +301,22 @@ def groups(i: Instruction, devices: int) -> list[tuple[int, ...]]:
     if plain:
         return [tuple(integers(g)) for g in re.findall(r"\{([^{}]*)\}", plain[1])]
     return [tuple(range(devices))]
+
+
+def named_groups(mesh: str, axes: str) -> list[tuple[int, ...]]:
+    """Of `'a'=2,'b'=8` the groups along `'b'`, or along a part of an axis: `'b':(2)4` is the part of 4 inside 2."""
+    parts: dict[Any, int] = {}
+    chosen = []
+    for name, size in re.findall(r"'([^']+)'=(\d+)", mesh):
+        parted = re.search(rf"'{re.escape(name)}':\((\d+)\)(\d+)", axes)
+        sizes = [int(size)]
+        if parted:
+            before, n = int(parted[1]), int(parted[2])
+            sizes = [before, n, int(size) // (before * n)]
+        parts |= {(name, i): n for i, n in enumerate(sizes)}
+        if f"'{name}'" in axes:
+            chosen.append((name, 1 if parted else 0))
+    return along(parts, tuple(chosen))
 
 
 def iota(text: str) -> list[int]:
@@ -373,6 +392,26 @@ def collectives(module: Module, run: Runs, mesh: Mapping[str, int]) -> list[Coll
                 )
             )
     return sorted(found, key=lambda c: -c.count * c.wire)
+
+
+class Transfer(NamedTuple):
+    """What goes to other slices, through their hosts."""
+
+    kind: str  # of the collective that it is part of
+    count: int  # in one run of the module
+    nbytes: int  # of what one device gives
+    instruction: Instruction
+
+
+def transfers(module: Module, run: Runs) -> list[Transfer]:
+    """Sends to other slices of a TPU. Collectives within a slice number its devices from 0 in such a module."""
+    found = []
+    for name, count in run.counts.items():
+        for i in module.computations[name]:
+            kind = i.attribute(r'_xla_megascale_transfer_type="(\w+)"') if i.op == "send" else None
+            if kind is not None:
+                found.append(Transfer(kind.lower().replace("_", "-"), count, nbytes(elements(i.shape)[0]), i))
+    return found
 
 
 # ---- kernels

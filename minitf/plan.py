@@ -216,26 +216,39 @@ def kernel_flops(found: list[hlo.Kernel], seen: float) -> list[dict[str, Any]]:
     return rows
 
 
-def by_kind(found: list[hlo.Collective], slices: list[int]) -> list[dict[str, Any]]:
+def by_kind(module: hlo.Module, run: hlo.Runs, job: train.Job) -> list[dict[str, Any]]:
     """Collectives of the same kind, axes and place, their calls and bytes a step on one device added up."""
+    devices = list(job.mesh.devices.flat)
+    slices = sharding.hosts(devices)
+    inside, _ = sharding.mesh_shape(job.cfg.mesh, len(devices), slices)
     rows: dict[tuple, dict[str, Any]] = {}
-    for c in found:
-        across = len({slices[d] for d in c.group}) > 1
+
+    def add(
+        kind: str, axes: tuple[str, ...] | None, group: int, across: bool, count: int, wire: float, exposed: float
+    ) -> None:
         row = rows.setdefault(
-            (c.kind, c.axes, len(c.group), across),
+            (kind, axes, group, across),
             {
-                "kind": c.kind,
-                "axes": None if c.axes is None else list(c.axes),
-                "group": len(c.group),
+                "kind": kind,
+                "axes": None if axes is None else list(axes),  # None: along no axes of the mesh
+                "group": group,
                 "across_slices": across,
                 "count": 0,
                 "wire_bytes": 0.0,
                 "exposed_bytes": 0.0,
             },
         )
-        row["count"] += c.count
-        row["wire_bytes"] += c.count * c.wire
-        row["exposed_bytes"] += c.count * c.wire * c.synchronous
+        row["count"] += count
+        row["wire_bytes"] += count * wire
+        row["exposed_bytes"] += count * exposed
+
+    for c in hlo.collectives(module, run, dict(zip(sharding.AXES, inside, strict=True))):
+        add(c.kind, c.axes, len(c.group), False, c.count, c.wire, c.wire * c.synchronous)
+    for t in hlo.transfers(module, run):
+        # What is gathered is given in parts, of the others the whole.
+        result = t.nbytes * slices if t.kind == "all-gather" else t.nbytes
+        wire = hlo.WIRE[t.kind](result / slices if t.kind == "reduce-scatter" else result, slices)
+        add(t.kind, None, slices, True, t.count, wire, 0.0)
     return sorted(rows.values(), key=lambda r: -r["wire_bytes"])
 
 
@@ -287,16 +300,13 @@ def work(module: hlo.Module, run: hlo.Runs, job: train.Job, known: dict[str, Any
     """What a step computes and sends, and how long that may take; with what is assumed."""
     cfg, devices = job.cfg, list(job.mesh.devices.flat)
     device = DEVICES[devices[0].device_kind]
-    slices = [getattr(d, "slice_index", None) or 0 for d in devices]
-    collectives = by_kind(hlo.collectives(module, run, job.mesh.shape), slices)
+    collectives = by_kind(module, run, job)
     dense = flops_per_token(cfg.model, job.specs, 0)  # products with weights
     H, _, K = sizes(cfg.model.attention, cfg.model.dim)
     seen = (known["flops_per_token_causal"] - dense) / (12 * H * K * cfg.model.num_layers * cfg.seq_len)
     kernels = kernel_flops(hlo.kernels(module, run), seen)
     cycles = sum(c.cycles for c in hlo.costs(module, run))
-    wire = sum(c["wire_bytes"] for c in collectives)
-    inside = [c for c in collectives if not c["across_slices"]]
-    exposed = sum(c["exposed_bytes"] for c in inside)
+    exposed = sum(c["exposed_bytes"] for c in collectives)
     ideal = known["flops_per_token"] * known["tokens_per_step"] / len(devices) / device.flops
     result = {
         "cycles": cycles,
@@ -306,8 +316,8 @@ def work(module: hlo.Module, run: hlo.Runs, job: train.Job, known: dict[str, Any
         ],
         "kernels": kernels,
         "collectives": collectives,
-        "wire_bytes": wire,
-        "exposed_bytes": sum(c["exposed_bytes"] for c in collectives),
+        "wire_bytes": sum(c["wire_bytes"] for c in collectives),
+        "exposed_bytes": exposed,
     }
     if device.clock is not None:
         compute = cycles / device.clock
@@ -425,6 +435,12 @@ def fit(p: dict[str, Any]) -> str:
     return p.get("why") or f"does not fit: needs {gib(p['needs_bytes'])} of {gib(p['has_bytes'])} on a device"
 
 
+def place(c: dict[str, Any]) -> str:
+    if c["across_slices"]:
+        return "across slices"
+    return "along no axes" if c["axes"] is None else f"along {', '.join(c['axes'])}"
+
+
 def describe(p: dict[str, Any]) -> str:
     """A plan as text."""
     mesh = ", ".join(f"{axis}={n}" for axis, n in p["mesh"].items())
@@ -451,8 +467,7 @@ def describe(p: dict[str, Any]) -> str:
         head = ("collectives a step on a device", "group", "count", "sent", "exposed")
         rows = [
             (
-                f"  {c['kind']} along {'no axes' if c['axes'] is None else ', '.join(c['axes'])}"
-                + (" across slices" if c["across_slices"] else ""),
+                f"  {c['kind']} {place(c)}",
                 str(c["group"]),
                 str(c["count"]),
                 gb(c["wire_bytes"]),
