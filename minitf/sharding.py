@@ -223,8 +223,13 @@ def by_shard(f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     n = row_shards()
     if n == 1 or arrays[0].shape[0] % n:  # rows that cannot be spread evenly are left to the compiler
         return f(*arrays)[None]
-    split = (pin(a.reshape(n, a.shape[0] // n, *a.shape[1:])) for a in arrays)
-    return pin(jax.vmap(f)(*split))
+
+    def pinned(x: jax.Array) -> jax.Array:
+        # The other dimensions stay as they are: pinned, logits would be made whole along the vocabulary.
+        return constrain(x, P(BATCH, *(P.UNCONSTRAINED,) * (x.ndim - 1)))
+
+    split = (pinned(a.reshape(n, a.shape[0] // n, *a.shape[1:])) for a in arrays)
+    return pinned(jax.vmap(f)(*split))
 
 
 def pin_cache(x_LBTGK: jax.Array) -> jax.Array:

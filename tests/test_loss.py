@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from common import TINY, assert_close, change, fit, initial_params, make_mesh, random_batch, random_params
 
-from minitf import sharding
+from minitf import hlo, sharding
 from minitf import step as step_lib
 from minitf.model import reference
 from minitf.model.loss import Parts, loss_sums, mean, token_sums
@@ -156,11 +156,7 @@ def test_the_heads_gradient_is_summed_over_devices_once(name, tied):
         batch = jax.device_put(random_batch(cfg), sharding.batch_sharding(mesh))
         step = jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg), out_shardings=(None, specs))
         text = step.lower(params, batch).compile().as_text()
-    found, computation = [], ""
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY")):
-            computation = line.split()[0]
-        shapes, is_collective, _ = line.partition(" all-reduce(")
-        if is_collective and re.search(r"\[(1024,16|16,1024)\]", shapes):
-            found.append(computation)
-    assert found == ["ENTRY"]  # not in the loop over chunks
+    module = hlo.parse(text)
+    sums = [c for c in hlo.collectives(module, hlo.runs(module), mesh.shape) if c.kind == "all-reduce"]
+    shapes = [s for c in sums for s in hlo.elements(c.instruction.shape) * c.count]
+    assert sum(bool(re.match(r"\w+\[(1024,16|16,1024)\]", s)) for s in shapes) == 1  # not in the loop over chunks

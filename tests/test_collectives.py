@@ -1,0 +1,120 @@
+"""The budget of collectives: what the compiled train step sends on each mesh is what the declarations imply, and nothing else."""
+
+import dataclasses
+import math
+from collections import Counter
+
+import jax
+import pytest
+from common import MESHES, TINY, change
+from jax.sharding import PartitionSpec
+
+from minitf import hlo, plan, sharding
+from minitf.model import transformer
+from minitf.params import Param
+from minitf.sharding import RULES
+
+# Weights are larger than what a row of the batch is reduced to, and each kind of array has a size of its own.
+CFG = change(
+    TINY,
+    model__dim=32,
+    model__vocab_size=192,
+    model__attention__num_kv_heads=4,
+    model__attention__head_dim=12,
+    model__mlp__hidden=64,
+)
+SMALL = 512  # bytes: norms, losses, the checksum of a batch, the scales' gradients
+SMALL_IN_ALL = 4096  # bytes
+
+
+def on(mesh, **changes):
+    data, fsdp, tensor = MESHES[mesh]
+    cfg = change(CFG, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor, **changes)
+    return plan.job_of(cfg, jax.devices()[: data * fsdp * tensor])
+
+
+def declarations(specs):
+    return [
+        p for p in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Param)) if p.kind not in ("scale", "bias")
+    ]
+
+
+def implied(job):
+    """(kind, mesh axes, bytes) -> how many such arrays a step sends on a device."""
+    cfg, sizes = job.cfg, job.mesh.shape
+    wide = lambda axes: tuple(a for a in axes if sizes[a] > 1)
+    batch, shards = wide(sharding.BATCH), sharding.batch_shards(job.mesh)
+    activation = cfg.batch_size // shards * cfg.seq_len * cfg.model.dim * 4
+    again = cfg.model.remat == "full"  # the backward pass gathers weights and forms products anew
+    budget = Counter()
+    for p in declarations(job.specs):
+        layers = math.prod(p.stack)
+        split = lambda axes: sizes["tensor"] > 1 and "tensor" in {RULES[a] for a in axes}
+        whole = p.size // layers * 4 // (sizes["tensor"] if split(p.axes) else 1)
+        if sizes["fsdp"] > 1:
+            budget["all-gather", ("fsdp",), whole] += layers * (2 if again and p.stack else 1)
+        if batch:
+            budget["all-reduce", batch, whole] += layers  # its gradient; XLA's CPU compiler scatters none
+        taken, given = (p.axes[:1], ()) if p.kind == "embedding" else (p.axes[: p.inputs], p.axes[p.inputs :])
+        # Each device has a part of the sum over what is split among them; and of the gradient by the input.
+        is_last = p.axes[0] == "mlp"  # a block's last product, whose result nothing needs again
+        budget["all-reduce", ("tensor",), activation] += (
+            layers * split(taken) * (2 if again and p.stack and not is_last else 1)
+        )
+        budget["all-reduce", ("tensor",), activation] += layers * split(given)
+    return +budget
+
+
+def sent(job):
+    """(the same of the compiled step, arrays below SMALL left out; bytes of these)"""
+    compiled, _ = plan.compile_step(job)
+    module = hlo.parse(compiled.as_text())
+    run = hlo.runs(module)
+    assert run.unknown == ()
+    found, small = Counter(), 0
+    for c in hlo.collectives(module, run, job.mesh.shape):
+        for array in hlo.elements(c.instruction.shape):  # the compiler joins several into one
+            n = hlo.nbytes(array)
+            if n < SMALL:
+                small += c.count * n
+            else:
+                found[c.kind, c.axes, n] += c.count
+    return found, small
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        *((mesh, {}) for mesh in MESHES),
+        ("2x2x2", dict(model__remat="full")),
+        ("2x2x2", dict(loss__chunk=None, model__num_layers=3)),
+    ],
+)
+def test_a_step_sends_what_the_declarations_imply(mesh, changes):
+    job = on(mesh, **changes)
+    found, small = sent(job)
+    assert found == implied(job)
+    assert small < SMALL_IN_ALL
+
+
+def test_one_device_sends_nothing():
+    assert sent(on("1")) == (Counter(), 0)
+
+
+def test_a_gather_by_accident_is_seen(monkeypatch):
+    job = on("2x2x2")
+    monkeypatch.setattr(transformer, "pin", lambda x: sharding.constrain(x, PartitionSpec()))
+    found, _ = sent(job)
+    assert found - implied(job)
+
+
+def test_weights_travel_in_the_compute_dtype_where_the_device_has_it():
+    """XLA's CPU compiler does 16-bit collectives in float32; what is asked of it is 16 bits, cast before they are gathered."""
+    job = on("fsdp8", model__dtype="bfloat16")
+    functions = plan.train.program(job)
+    with plan.train.surroundings(job.mesh, job.cfg.model.dtype):
+        text = functions.step.lower(functions.state, plan.abstract_batch(job)).as_text()
+    dims = "x".join(map(str, dataclasses.replace(job.specs["blocks"][0]["mlp"]["gate"], stack=()).shape))
+    constraints = [line for line in text.splitlines() if "sharding_constraint" in line and f"tensor<{dims}x" in line]
+    assert constraints
+    assert all(f"tensor<{dims}xbf16>" in line for line in constraints)
