@@ -25,6 +25,7 @@ def test_every_config_is_valid_and_begins_with_its_command(file):
         ("gpt2_124m.py", 124_373_760),
         ("gpt2_124m.py:original", 124_439_808),
         ("llama3_8b.py", 8_030_261_248),
+        ("llama3_70b.py", 70_553_706_496),
     ],
 )
 def test_parameter_counts(file, count):
