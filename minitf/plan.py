@@ -148,6 +148,15 @@ OUT_OF_MEMORY = (  # (needed, had), each number and unit, as compilers say it
 )
 
 
+def too_large(message: str) -> TooLarge | None:
+    """What a compiler's message says of memory that a program lacks."""
+    for pattern in OUT_OF_MEMORY:
+        if found := pattern.search(message):
+            needs, unit, has, has_unit = found.groups()
+            return TooLarge(float(needs) * UNITS[unit], float(has) * UNITS[has_unit])
+    return None
+
+
 def compile_step(job: train.Job) -> tuple[jax.stages.Compiled, train.Program]:
     """The program that training would run, and what it is for. Raises TooLarge; ValueError where the compiler refuses it."""
     functions = train.program(job)
@@ -156,11 +165,7 @@ def compile_step(job: train.Job) -> tuple[jax.stages.Compiled, train.Program]:
         try:
             return lowered.compile(), functions
         except jax.errors.JaxRuntimeError as e:
-            for pattern in OUT_OF_MEMORY:
-                if found := pattern.search(str(e)):
-                    needs, unit, has, has_unit = found.groups()
-                    raise TooLarge(float(needs) * UNITS[unit], float(has) * UNITS[has_unit]) from None
-            raise ValueError(f"the compiler refuses the train step: {said(e)}") from None
+            raise too_large(str(e)) or ValueError(f"the compiler refuses the train step: {said(e)}") from None
 
 
 # ---- what the program needs and does
@@ -559,6 +564,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # a device that is here is left alone
+    jax.config.update("jax_enable_compilation_cache", False)  # what it holds could only be read by the device
     try:
         args, cfg = config_lib.parse_args(sys.argv[1:] if argv is None else argv, parser)
         jobs = {name: job_of(cfg, find_devices(name)) for name in args.topology}

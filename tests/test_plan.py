@@ -1,0 +1,264 @@
+"""The plan: on small topologies of every TPU generation, where the compiler is installed; and what needs no compiler."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+
+import jax
+import pytest
+from common import ROOT, TINY, arguments, change, run_module
+
+from minitf import config, hlo, plan, sharding, train
+from minitf import params as P
+from minitf.config import CompilerOptions
+from minitf.metrics import DEVICES, GiB
+from minitf.model.transformer import REMAT, flops_per_token, model_params
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: extra plan, on Linux with Python 3.12 or newer",
+)
+TOY = change(TINY, batch_size=16, model__dtype="bfloat16", model__num_layers=3)
+SMALLEST = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+
+@pytest.fixture(autouse=True)
+def _as_main_sets_it(monkeypatch):
+    for name, value in plan.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+def planned(name, cfg=TOY):
+    return plan.plan(plan.job_of(cfg, plan.find_devices(name)), name)
+
+
+# ---- on topologies
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", plan.GENERATIONS)
+def test_a_plan_adds_up_on_every_generation(kind):
+    p = planned(SMALLEST[kind])
+    n, count = p["devices"], P.count(model_params(TOY.model))["total"]
+    assert n == (8 if kind == "tpu7x" else 4)
+    assert p["mesh"] == {"data": 1, "fsdp": n, "tensor": 1}
+    assert (p["fits"], p["parameters"], p["has_bytes"]) == (True, count, DEVICES[p["device"]].hbm)
+
+    m = p["memory"]
+    assert 4 * count / n <= m["parameters"] < 4 * count / n + 1000  # scales are on every device
+    assert 2 * m["parameters"] <= m["optimizer state"] < 2 * m["parameters"] + 100  # AdamW's moments, a counter
+    assert m["batch"] == 16 * 16 * 12 // n
+    parts = ("parameters", "optimizer state", "batch", "padding of these", "outputs", "temporary")
+    assert m["total"] == sum(m[name] for name in parts)
+    assert min(m[name] for name in parts) >= 0
+
+    assert p["flops_per_token"] == flops_per_token(TOY.model, model_params(TOY.model), 16)
+    assert {tuple(c["axes"]) for c in p["collectives"]} == {("fsdp",)}
+    # Each weight is gathered at least once, and in 16 bits; and its gradient scattered.
+    assert p["wire_bytes"] > 2 * 2 * 0.9 * count * (n - 1) / n
+    assert 0 <= p["exposed_bytes"] <= p["wire_bytes"] == pytest.approx(sum(c["wire_bytes"] for c in p["collectives"]))
+
+    t, device = p["time"], DEVICES[p["device"]]
+    assert p["cycles"] > 0
+    assert t["compute_s"] == p["cycles"] / device.clock
+    assert t["step_s"] == t["compute_s"] + t["kernels_s"] + t["exposed_s"]
+    assert t["ideal_s"] == pytest.approx(p["flops_per_token"] * 256 / n / device.flops)
+    assert t["mfu"] == t["ideal_s"] / t["step_s"]
+    assert "modelled, not measured on hardware" in p["assumptions"]
+
+    text = plan.describe(p)
+    assert f"{SMALLEST[kind]}: {n} x {p['device']}" in text
+    assert all(f"- {line}" in text for line in p["assumptions"])
+    assert json.loads(json.dumps(p)) == p
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_two_slices_share_the_mesh_and_what_goes_across_is_told_apart():
+    p = planned("2xv5e:2x2", change(TOY, mesh__data=2, mesh__fsdp=-1))
+    assert (p["devices"], p["slices"], p["mesh"]) == (8, 2, {"data": 2, "fsdp": 4, "tensor": 1})
+    across = [c for c in p["collectives"] if c["across_slices"]]
+    assert {c["kind"] for c in across} == {"all-reduce"}  # of gradients over data, which has the slices
+    assert {tuple(c["axes"]) for c in p["collectives"] if not c["across_slices"]} == {("fsdp",)}
+    assert "their network is not known" in " ".join(p["assumptions"])
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "mesh"), [("v5p:4x4x4", dict(tensor=2)), ("v5p:4x4x8", dict(data=2, tensor=16))])
+def test_a_mesh_axis_may_be_a_part_of_an_axis_of_the_torus(name, mesh):
+    devices = plan.find_devices(name)
+    made = sharding.make_mesh(sharding.MeshConfig(**mesh), devices)
+    assert {made.shape[axis] for axis in mesh} == set(mesh.values())
+    assert {d.id for d in made.devices.flat} == {d.id for d in devices}
+
+
+HUGE = dict(model__dim=8192, model__num_layers=1, model__vocab_size=262_144, model__mlp__hidden=64)
+
+
+@needs_compiler
+def test_what_does_not_fit_says_how_much_it_needs_and_ends_with_its_status(tmp_path):
+    done = run_module(
+        "minitf.plan", *arguments(change(TOY, **HUGE), tmp_path / "w")[:2], "--topology", "v5e:1x1", "--json",
+        *arguments(change(TOY, **HUGE), tmp_path / "w")[4:],
+    )  # fmt: skip
+    assert done.returncode == plan.DOES_NOT_FIT, done.stderr
+    (p,) = json.loads(done.stdout)["plans"]
+    assert not p["fits"]
+    assert p["needs_bytes"] > p["has_bytes"] == pytest.approx(DEVICES[p["device"]].hbm)
+    assert "does not fit: needs" in plan.describe(p)
+
+
+@needs_compiler
+def test_several_topologies_in_one_call_make_a_table(tmp_path):
+    flags = arguments(change(TOY, model__num_layers=1), tmp_path / "w")
+    names = ["--topology", "v5e:1x1", "--topology", "v5e:2x2"]
+    done = run_module("minitf.plan", *flags[:2], *flags[4:], *names, JAX_PLATFORMS="")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.strip().splitlines()[-3:]
+    assert table[0].split() == ["topology", "devices", *plan.COLUMNS]
+    assert [line.split()[:2] for line in table[1:]] == [["v5e:1x1", "1"], ["v5e:2x2", "4"]]
+    # Nothing but our own progress: the compiler's complaints that this is no TPU are no news.
+    assert all("compiling the train step" in line for line in done.stderr.splitlines()), done.stderr
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["v5e:3x5", "v5p:3x5x7"])
+def test_a_size_that_does_not_exist_is_refused_in_the_compilers_words(name):
+    with pytest.raises(ValueError, match=f"--topology {name}: .*not divisible.*known: v4:4x4x4, v5e:16x16"):
+        plan.find_devices(name)
+
+
+@needs_compiler
+def test_the_compilers_options_are_those_of_the_topologys_platform():
+    devices = plan.find_devices("v5e:1x1")
+    cfg = change(
+        TOY, compiler_options=CompilerOptions(cpu=("xla_nonsense=1",), tpu=("xla_tpu_scoped_vmem_limit_kib=65536",))
+    )
+    assert train.options(cfg, plan.job_of(cfg, devices).mesh) == {"xla_tpu_scoped_vmem_limit_kib": "65536"}
+    with pytest.raises(ValueError, match=r"compiler_options\.tpu=xla_nonsense=1: No such compile option"):
+        plan.job_of(change(TOY, compiler_options=CompilerOptions(tpu=("xla_nonsense=1",))), devices)
+
+
+# ---- without a compiler
+
+
+@pytest.mark.parametrize(
+    "name", ["v9:2x2", "v5e", "v5e:16", "v5e:2x2x2", "v5p:4x4", "v5e:0x4", "0xv5e:2x2", "v5e:2x2,v4:2x2x1"]
+)
+def test_a_name_that_is_none_is_refused_with_those_that_are(name):
+    with pytest.raises(ValueError) as e:
+        plan.find_devices(name)
+    assert f"--topology {name}: " in str(e.value)
+    assert "v5e:16x16, v5p:8x8x8" in str(e.value)
+
+
+def test_without_the_compiler_the_message_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--topology v5e:2x2: needs libtpu.*pip install '\.\[plan\]'"):
+        plan.find_devices("v5e:2x2")
+
+
+def test_a_plan_needs_no_data():
+    cfg = config.freeze(config.load_file(str(ROOT / "configs/llama3_8b.py")))
+    job = plan.job_of(cfg, jax.devices()[:8])
+    state = train.program(job).state
+    assert plan.local_bytes(state.params) == pytest.approx(8_030_261_248 * 4 / 8, rel=1e-3)
+    batch = plan.abstract_batch(job)
+    assert {name: a.shape for name, a in batch.items()} == dict.fromkeys(
+        ("inputs", "targets", "weights", "segments", "positions"), (512, 8192)
+    )
+
+
+def test_a_vocabulary_that_only_data_know_is_asked_for():
+    devices = jax.devices()[:1]
+    vocabulary = lambda **changes: (
+        plan.job_of(change(TINY, model__vocab_size=None, **changes), devices).cfg.model.vocab_size
+    )
+    assert vocabulary(data__kind="stdlib", data__tokenizer="bytes") == 259
+    for changes in (dict(data__kind="stdlib", data__tokenizer="chars"), dict(data__kind="tokens", data__path="x")):
+        with pytest.raises(ValueError, match=r"model\.vocab_size=None: .*--config\.model\.vocab_size=N"):
+            vocabulary(**changes)
+
+
+def test_a_length_in_epochs_needs_no_data_either():
+    cfg = change(TINY, steps=None, epochs=2.0, optimizer__warmup_steps=7, optimizer__schedule="cosine")
+    assert plan.job_of(cfg, jax.devices()[:1]).steps > 7
+
+
+@pytest.mark.parametrize(
+    ("message", "needs", "has"),
+    [
+        ("E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries (600.00G) exceeds "
+         "available HBM (15.75G). HLO module: jit_f.", 600, 15.75),
+        ("XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm.", 20.5, 15.75),
+    ],
+)  # fmt: skip
+def test_what_a_program_lacks_is_read_from_the_compilers_message(message, needs, has):
+    error = plan.too_large(message)
+    assert (error.needs, error.has) == (needs * GiB, has * GiB)
+    assert plan.too_large("E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem") is None
+
+
+def test_flops_of_attention_kernels():
+    q, k = "bf16[2,8,64,128]{3,2,1,0}", "bf16[2,2,64,128]{3,2,1,0}"
+    call = lambda name: hlo.Kernel(name, 3, ("s8[1,1]{1,0}", q, k, k), None)
+    square = 3 * 2 * 2 * 8 * 64 * 64 * 128  # of three calls, one product
+    flops = lambda *names: [row["flops"] for row in plan.kernel_flops([call(n) for n in names], 0.5)]
+    assert flops("splash_mha_fwd_residuals", "splash_mha_dkv_no_residuals", "mine") == [square, 2.5 * square, None]
+    assert flops("splash_mqa_fwd", "splash_mqa_dkv", "splash_mqa_dq") == [square, 2 * square, 1.5 * square]
+
+
+def test_a_search_cuts_the_batch_until_it_fits_and_doubles_it_while_it_does(monkeypatch):
+    """With a plan that holds a row's worth for each row at a time, times the policy's place in the table."""
+    rows_at_once = {"none": 1, "full": 99, "dots": 4}
+
+    def fake(job, topology):
+        at_once = job.cfg.batch_size // job.cfg.accumulation // 2
+        fits = at_once <= rows_at_once.get(job.cfg.model.remat, 2)
+        if job.cfg.model.remat == "offload":
+            raise ValueError("the compiler refuses the train step: no such memory")
+        known = {"topology": topology, "remat": job.cfg.model.remat, "batch_size": job.cfg.batch_size}
+        time = {"time": {"tokens_per_s": at_once, "step_s": 1.0, "mfu": 0.5}} if fits else {}
+        return known | {"accumulation": job.cfg.accumulation, "fits": fits, "has_bytes": GiB} | time | (
+            {"memory": {"total": GiB / 2}} if fits else {"needs_bytes": 2 * GiB}
+        )  # fmt: skip
+
+    monkeypatch.setattr(plan, "plan", fake)
+    job = plan.job_of(change(TINY, batch_size=8), jax.devices()[:2])  # four rows a device
+    found = list(plan.search(job, "here"))
+    tried = lambda remat: [(p["batch_size"], p["accumulation"], p["fits"]) for p in found if p["remat"] == remat]
+    assert tried("none") == [(8, 1, False), (8, 2, False), (8, 4, True)]
+    assert tried("full") == [(8, 1, True), (16, 1, True), (32, 1, True)]
+    assert tried("dots") == [(8, 1, True), (16, 1, False)]
+    assert tried("offload") == [(8, 1, False)]
+    assert {p["remat"] for p in found} == set(REMAT)
+    text = plan.searched(found)
+    assert "most tokens/s: --config.model.remat=full --config.batch_size=32 --config.accumulation=1" in text
+    assert "refused: the compiler refuses the train step: no such memory" in text
+    assert math.isclose(sum("does not fit" in line for line in text.splitlines()), sum(not p["fits"] for p in found))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_search_on_a_topology(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "REMAT", {name: REMAT[name] for name in ("none", "full")})
+    found = list(plan.search(plan.job_of(change(TOY, batch_size=4), plan.find_devices("v5e:2x2")), "v5e:2x2"))
+    assert [(p["remat"], p["batch_size"], p["fits"]) for p in found] == [
+        (remat, n, True) for remat in ("none", "full") for n in (4, 8, 16)
+    ]
+    assert "model.remat=full batch_size=16 accumulation=1" in capsys.readouterr().err
+
+
+def test_nothing_happens_at_import():
+    code = "import os; before = dict(os.environ); import minitf.plan; assert dict(os.environ) == before"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("topology", ["v9:1x1", "v5e"])
+def test_a_mistake_is_one_message_and_status_2(topology, capsys):
+    with pytest.raises(SystemExit) as e:
+        plan.main(["--config", str(ROOT / "configs/tiny.py"), "--topology", topology])
+    assert e.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
