@@ -499,6 +499,10 @@ REFUSED = [
     ("profile=2,3", "profile=2,3: ends with step 4, and the run has 3"),
     ("profile=2", "--config.profile=2: must be tuple[int, int] or None"),
     ("profile=1,1,1", "--config.profile=1,1,1: must be tuple[int, int] or None"),
+    ("compiler_options.tpu=xla_a", "compiler_options.tpu: 'xla_a': must be NAME=VALUE"),
+    ("compiler_options.gpu=a=1", "compiler_options.gpu: 'a=1': must be NAME=VALUE"),
+    ("compiler_options.cpu=xla_a=", "compiler_options.cpu: 'xla_a=': must be NAME=VALUE"),
+    ("compiler_options.cpu=xla_a=1,xla_b=2,xla_a=3", "compiler_options.cpu: 'xla_a=3': is there twice"),
     (f"{WSD} optimizer.decay_steps=0", "optimizer.decay_steps=0: must be from 1 to 3, the steps after warm-up"),
     (f"{WSD} optimizer.decay_steps=4", "optimizer.decay_steps=4: must be from 1 to 3"),
     (f"{WSD} optimizer.warmup_steps=2 optimizer.decay_steps=2", "optimizer.decay_steps=2: must be from 1 to 1"),
@@ -543,6 +547,7 @@ def test_validate_refuses(overrides, message, tiny):
         *[f"optimizer.nonfinite={kind}" for kind in ("stop", "skip")],
         "profile=1,3",
         "profile=3,1",
+        "compiler_options.tpu=xla_a=1,xla_b=true",
         "optimizer.warmup_steps=3",
         "steps=0 optimizer.warmup_steps=3",
         f"{WSD} optimizer.decay_steps=3",
@@ -593,3 +598,10 @@ def test_default_config_dict_is_locked():
     assert isinstance(c, ml_collections.ConfigDict)
     with pytest.raises(AttributeError):
         c.stepps = 3
+
+
+def test_compiler_options_are_given_by_platform_and_truth_in_the_compilers_words():
+    given = config.CompilerOptions(cpu=("xla_a=true", "xla_b=x=y"), tpu=("xla_c=3", "xla_d=FALSE"))
+    assert given.of("cpu") == {"xla_a": "True", "xla_b": "x=y"}
+    assert given.of("gpu") == {}
+    assert given.of("tpu") == {"xla_c": "3", "xla_d": "False"}

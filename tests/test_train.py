@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from common import MESHES, ROOT, TEXT, change, launch, random_params, run_module, series, text_config
 
-from minitf import config, train
+from minitf import config, run, train
 from minitf import params as P
 from minitf import step as step_lib
+from minitf.config import CompilerOptions
 from minitf.metrics import group_of
 from minitf.model.transformer import model_params
 from minitf.params import named
@@ -138,6 +139,33 @@ def test_char_cpu_reaches_nanogpts_loss(tmp_path):
     assert "parameters: 804,096 " in done.stdout
     losses = series([json.loads(line) for line in (tmp_path / "w/metrics.jsonl").read_text().splitlines()], "eval/loss")
     assert losses[2000] <= 1.94
+
+
+def test_compiler_options_are_for_training_and_evaluation_and_may_change(corpus, tmp_path):
+    dumps = tmp_path / "dumps"
+    cfg = text_config(corpus, steps=1, eval_every=1, model__dim=8)
+    given = CompilerOptions(cpu=(f"xla_dump_to={dumps}", "xla_dump_hlo_as_text=true"), tpu=("xla_no_such=1",))
+    cfg = change(cfg, compiler_options=given)
+    launch(cfg, tmp_path / "w")
+    programs = {p.name.split(".")[1] for p in dumps.iterdir()}
+    assert programs >= {"jit_train_step", "jit_eval_step"}
+    assert not programs & {"jit_init_state", "jit_first_state"}
+    assert run.differences(cfg, text_config(corpus, steps=1, eval_every=1, model__dim=8))[0] == []
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("xla_nonsense=1", "No such compile option: 'xla_nonsense'"),
+        ("xla_cpu_enable_fast_math=perhaps", "'perhaps' is not a valid bool value"),
+    ],
+)
+def test_an_option_that_the_compiler_does_not_take_is_refused_at_once_in_its_words(corpus, option, message):
+    cfg = text_config(corpus, compiler_options=CompilerOptions(cpu=(option,)))
+    with pytest.raises(ValueError) as e:
+        train.prepare(cfg, jax.devices()[:1])
+    assert f"compiler_options.cpu={option}: " in str(e.value)
+    assert message in str(e.value)
 
 
 def stop_after(steps, losses):
