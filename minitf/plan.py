@@ -5,10 +5,8 @@ data are read and no device is touched. Needs the package libtpu: pip install '.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -16,13 +14,13 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 import minitf
 from minitf import config as config_lib
-from minitf import hlo, sharding, train
+from minitf import hlo, sharding, topology, train
 from minitf import params as P
 from minitf.config import Config
 from minitf.data import pipeline
@@ -36,70 +34,6 @@ from minitf.step import Batch
 
 DOES_NOT_FIT = 1  # exit status; 2: a mistake in settings, as everywhere
 KERNEL_EFFICIENCY = 0.5  # share of peak FLOP/s that an attention kernel is taken to reach
-
-# ---- topologies
-
-
-class Generation(NamedTuple):
-    dims: int  # of its torus
-    example: str
-    options: dict[str, Any]  # of get_topology_desc
-
-
-GENERATIONS = {
-    # Its two cores are one device, as JAX has it on a real one.
-    "v4": Generation(3, "v4:4x4x4", {"chip_config_name": "megacore"}),
-    "v5e": Generation(2, "v5e:16x16", {}),
-    "v5p": Generation(3, "v5p:8x8x8", {}),
-    "v6e": Generation(2, "v6e:16x16", {}),
-    "tpu7x": Generation(3, "tpu7x:4x4x4", {}),  # two devices a chip
-}
-KNOWN = f"{', '.join(g.example for g in GENERATIONS.values())}; 2xv5e:16x16 for two slices"
-
-
-def find_devices(name: str) -> list:
-    """The devices of a topology that need not be here. Raises ValueError where there is none of that name, or no compiler."""
-    form = re.fullmatch(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)", name)
-    known = f"known: {KNOWN}"
-    if form is None or form[2] not in GENERATIONS:
-        raise ValueError(f"--topology {name}: no such topology; {known}")
-    slices, kind, shape = int(form[1] or 1), form[2], form[3]
-    generation = GENERATIONS[kind]
-    if len(shape.split("x")) != generation.dims or "0" in shape.split("x") or slices < 1:
-        raise ValueError(f"--topology {name}: {kind} has {generation.dims} dimensions, each at least 1; {known}")
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            f"--topology {name}: needs libtpu, the TPU's compiler: pip install '.[plan]' (Python 3.12 and newer, Linux)"
-        )
-    from jax.experimental import topologies
-
-    options = generation.options | ({"num_slices": slices} if slices > 1 else {})
-    try:
-        with quiet():
-            found = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape}", **options)
-    except jax.errors.JaxRuntimeError as e:
-        raise ValueError(f"--topology {name}: {said(e)}; {known}") from None
-    return list(found.devices)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Nothing on stderr: libtpu writes there that it is on no TPU."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def said(e: Exception) -> str:
-    """The first line of an error of XLA's, without its code."""
-    return re.sub(r"^[A-Z_]+: ", "", str(e)).strip().splitlines()[0]
-
 
 # ---- the step, compiled
 
@@ -161,11 +95,19 @@ def compile_step(job: train.Job) -> tuple[jax.stages.Compiled, train.Program]:
     """The program that training would run, and what it is for. Raises TooLarge; ValueError where the compiler refuses it."""
     functions = train.program(job)
     with train.surroundings(job.mesh, job.cfg.model.dtype):
-        lowered = functions.step.lower(functions.state, abstract_batch(job))
+        try:
+            lowered = functions.step.lower(functions.state, abstract_batch(job))
+        except RuntimeError as e:  # JAX looks for it when it traces
+            if "cuDNN" not in str(e):
+                raise
+            raise ValueError(
+                "model.attention.implementation=cudnn: cuDNN is not here (pip install nvidia-cudnn-cu13); a plan with "
+                "--config.model.attention.implementation=xla needs more memory than a run with cudnn"
+            ) from None
         try:
             return lowered.compile(), functions
         except jax.errors.JaxRuntimeError as e:
-            raise too_large(str(e)) or ValueError(f"the compiler refuses the train step: {said(e)}") from None
+            raise too_large(str(e)) or ValueError(f"the compiler refuses the train step: {topology.said(e)}") from None
 
 
 # ---- what the program needs and does
@@ -257,14 +199,14 @@ def by_kind(module: hlo.Module, run: hlo.Runs, job: train.Job) -> list[dict[str,
     return sorted(rows.values(), key=lambda r: -r["wire_bytes"])
 
 
-def plan(job: train.Job, topology: str) -> dict[str, Any]:
+def plan(job: train.Job, name: str) -> dict[str, Any]:
     """What the job needs and does on the topology whose devices it is on; only that it does not fit where it does not."""
     cfg, mesh = job.cfg, job.mesh
     devices = list(mesh.devices.flat)
     device = DEVICES[devices[0].device_kind]
     tokens = cfg.batch_size * cfg.seq_len
     found: dict[str, Any] = {
-        "topology": topology,
+        "topology": name,
         "device": devices[0].device_kind,
         "devices": len(devices),
         "slices": sharding.hosts(devices),
@@ -290,12 +232,15 @@ def plan(job: train.Job, topology: str) -> dict[str, Any]:
             "compile_s": time.perf_counter() - began,
         }
     found["compile_s"] = time.perf_counter() - began
+    needs = memory(compiled, functions.state, abstract_batch(job))
+    if needs["total"] > device.hbm:  # a GPU's compiler does not look
+        return found | {"fits": False, "needs_bytes": needs["total"], "has_bytes": device.hbm}
     module = hlo.parse(compiled.as_text())
     run = hlo.runs(module)
     return found | {
         "fits": True,
         "has_bytes": device.hbm,
-        "memory": memory(compiled, functions.state, abstract_batch(job)),
+        "memory": needs,
         "largest": [a._asdict() for a in hlo.arrays(module, run)[:5]],
         **work(module, run, job, found),
     }
@@ -344,7 +289,10 @@ def work(module: hlo.Module, run: hlo.Runs, job: train.Job, known: dict[str, Any
 def assumptions(job: train.Job, device: Device, found: dict[str, Any], unknown: tuple[str, ...]) -> list[str]:
     """What the figures take for granted."""
     if device.clock is None:
-        return ["no time: the compiler estimates none for this device"]
+        return [
+            "no time: the compiler estimates none for this device",
+            "memory: of the data sheet's size the driver takes some, and JAX all but XLA_PYTHON_CLIENT_MEM_FRACTION (0.75)",
+        ]
     told = [
         "modelled, not measured on hardware",
         f"compute: the compiler's estimated cycles, each times the turns of its loops, at {device.clock / 1e9:g} GHz; differences "
@@ -377,7 +325,7 @@ def with_settings(job: train.Job, devices: list, remat: str, batch_size: int, ac
     return train.design(cfg, job.steps, model.vocab_size, devices)
 
 
-def search(job: train.Job, topology: str) -> Iterator[dict[str, Any]]:
+def search(job: train.Job, name: str) -> Iterator[dict[str, Any]]:
     """The plans of other settings: for each remat policy the batch in ever more parts until it fits; where it does in one part,
     ever larger batches until one does not, at most four times the config's."""
     cfg, devices = job.cfg, list(job.mesh.devices.flat)
@@ -386,11 +334,11 @@ def search(job: train.Job, topology: str) -> Iterator[dict[str, Any]]:
 
     def tried(remat: str, batch_size: int, accumulation: int) -> dict[str, Any]:
         setting = f"model.remat={remat} batch_size={batch_size} accumulation={accumulation}"
-        tell(f"{topology}: {setting}")
+        tell(f"{name}: {setting}")
         try:
-            return plan(with_settings(job, devices, remat, batch_size, accumulation), topology)
+            return plan(with_settings(job, devices, remat, batch_size, accumulation), name)
         except ValueError as e:
-            known = {"topology": topology, "remat": remat, "batch_size": batch_size, "accumulation": accumulation}
+            known = {"topology": name, "remat": remat, "batch_size": batch_size, "accumulation": accumulation}
             return known | {"fits": False, "why": str(e)}
 
     for remat in REMAT:
@@ -547,8 +495,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m minitf.plan",
         description="Compiles a config's train step for devices that are not here and says what it needs and does.",
-        epilog=f"Topologies: {KNOWN}. --config.NAME=VALUE changes a setting. Exit status: 0 it fits everywhere, 1 it does not, 2 a "
-        "mistake in settings.",
+        epilog=f"Topologies: {topology.KNOWN}. --config.NAME=VALUE changes a setting. Exit status: 0 it fits everywhere, 1 it does "
+        "not, 2 a mistake in settings.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a Python file with get_config()")
@@ -561,13 +509,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--search", action="store_true", help="try remat policies, parts of a batch and larger batches")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    for name, value in ENVIRONMENT.items():
+    for name, value in topology.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # a device that is here is left alone
     jax.config.update("jax_enable_compilation_cache", False)  # what it holds could only be read by the device
     try:
         args, cfg = config_lib.parse_args(sys.argv[1:] if argv is None else argv, parser)
-        jobs = {name: job_of(cfg, find_devices(name)) for name in args.topology}
+        jobs = {name: job_of(cfg, topology.find_devices(name)) for name in args.topology}
         plans, tries = [], {}
         for name, job in jobs.items():
             tell(f"{name}: compiling the train step, which takes minutes for a large model")
@@ -586,11 +534,6 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         config_lib.fail(str(e))
     return 0 if all(p["fits"] for p in plans) else DOES_NOT_FIT
-
-
-# Set before the compiler is loaded: it would ask Google's cloud for the machine's own TPU; two processes could not have it at the same
-# time; and it would leave logs.
-ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import jax
 import pytest
 from common import ROOT, TINY, arguments, change, run_module
 
-from minitf import config, hlo, plan, sharding, train
+from minitf import config, hlo, plan, sharding, topology, train
 from minitf import params as P
 from minitf.config import CompilerOptions
 from minitf.metrics import DEVICES, GiB
@@ -26,19 +26,19 @@ SMALLEST = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:
 
 @pytest.fixture(autouse=True)
 def _as_main_sets_it(monkeypatch):
-    for name, value in plan.ENVIRONMENT.items():
+    for name, value in topology.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
 
 def planned(name, cfg=TOY):
-    return plan.plan(plan.job_of(cfg, plan.find_devices(name)), name)
+    return plan.plan(plan.job_of(cfg, topology.find_devices(name)), name)
 
 
 # ---- on topologies
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", plan.GENERATIONS)
+@pytest.mark.parametrize("kind", topology.TPUS)
 def test_a_plan_adds_up_on_every_generation(kind):
     p = planned(SMALLEST[kind])
     n, count = p["devices"], P.count(model_params(TOY.model))["total"]
@@ -85,10 +85,29 @@ def test_two_slices_share_the_mesh_and_what_goes_across_is_told_apart():
     assert "their network is not known" in " ".join(p["assumptions"])
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="the GPU's compiler is not installed: packages jax-cuda13-plugin and jax-cuda13-pjrt",
+)
+def test_a_plan_for_gpus_has_memory_and_collectives_and_says_that_it_has_no_time():
+    p = planned("h100:1x1x8", change(TOY, model__attention__implementation="xla"))
+    assert (p["devices"], p["device"], p["fits"]) == (8, "NVIDIA H100 80GB HBM3", True)
+    assert p["memory"]["total"] > p["memory"]["parameters"] > 0
+    assert {tuple(c["axes"]) for c in p["collectives"]} == {("fsdp",)}
+    assert "time" not in p
+    assert p["assumptions"][0].startswith("no time")
+    assert "estimated time" not in plan.describe(p)
+
+
+def test_devices_of_a_topology_are_those_of_the_table():
+    assert {gpu.name for gpu in topology.GPUS.values()} <= set(DEVICES)
+    assert all(DEVICES[gpu.name].hbm == gpu.memory for gpu in topology.GPUS.values())
+
+
 @needs_compiler
 @pytest.mark.parametrize(("name", "mesh"), [("v5p:4x4x4", dict(tensor=2)), ("v5p:4x4x8", dict(data=2, tensor=16))])
 def test_a_mesh_axis_may_be_a_part_of_an_axis_of_the_torus(name, mesh):
-    devices = plan.find_devices(name)
+    devices = topology.find_devices(name)
     made = sharding.make_mesh(sharding.MeshConfig(**mesh), devices)
     assert {made.shape[axis] for axis in mesh} == set(mesh.values())
     assert {d.id for d in made.devices.flat} == {d.id for d in devices}
@@ -127,12 +146,12 @@ def test_several_topologies_in_one_call_make_a_table(tmp_path):
 @pytest.mark.parametrize("name", ["v5e:3x5", "v5p:3x5x7"])
 def test_a_size_that_does_not_exist_is_refused_in_the_compilers_words(name):
     with pytest.raises(ValueError, match=f"--topology {name}: .*not divisible.*known: v4:4x4x4, v5e:16x16"):
-        plan.find_devices(name)
+        topology.find_devices(name)
 
 
 @needs_compiler
 def test_the_compilers_options_are_those_of_the_topologys_platform():
-    devices = plan.find_devices("v5e:1x1")
+    devices = topology.find_devices("v5e:1x1")
     cfg = change(
         TOY, compiler_options=CompilerOptions(cpu=("xla_nonsense=1",), tpu=("xla_tpu_scoped_vmem_limit_kib=65536",))
     )
@@ -145,19 +164,38 @@ def test_the_compilers_options_are_those_of_the_topologys_platform():
 
 
 @pytest.mark.parametrize(
-    "name", ["v9:2x2", "v5e", "v5e:16", "v5e:2x2x2", "v5p:4x4", "v5e:0x4", "0xv5e:2x2", "v5e:2x2,v4:2x2x1"]
+    "name",
+    [
+        "v9:2x2",
+        "v5e",
+        "v5e:16",
+        "v5e:2x2x2",
+        "v5p:4x4",
+        "v5e:0x4",
+        "0xv5e:2x2",
+        "h100:8",
+        "2xh100:1x1x8",
+        "v5e:2x2,v4:2x2x1",
+    ],
 )
 def test_a_name_that_is_none_is_refused_with_those_that_are(name):
     with pytest.raises(ValueError) as e:
-        plan.find_devices(name)
+        topology.find_devices(name)
     assert f"--topology {name}: " in str(e.value)
     assert "v5e:16x16, v5p:8x8x8" in str(e.value)
 
 
-def test_without_the_compiler_the_message_says_how_to_get_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("v5e:2x2", r"needs libtpu.*pip install '\.\[plan\]'"),
+        ("h100:1x1x8", r"pip install --no-deps jax-cuda13-plugin=="),
+    ],
+)
+def test_without_the_compiler_the_message_says_how_to_get_it(name, how, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--topology v5e:2x2: needs libtpu.*pip install '\.\[plan\]'"):
-        plan.find_devices("v5e:2x2")
+    with pytest.raises(ValueError, match=f"--topology {name}: .*{how}"):
+        topology.find_devices(name)
 
 
 def test_a_plan_needs_no_data():
@@ -214,12 +252,12 @@ def test_a_search_cuts_the_batch_until_it_fits_and_doubles_it_while_it_does(monk
     """With a plan that holds a row's worth for each row at a time, times the policy's place in the table."""
     rows_at_once = {"none": 1, "full": 99, "dots": 4}
 
-    def fake(job, topology):
+    def fake(job, name):
         at_once = job.cfg.batch_size // job.cfg.accumulation // 2
         fits = at_once <= rows_at_once.get(job.cfg.model.remat, 2)
         if job.cfg.model.remat == "offload":
             raise ValueError("the compiler refuses the train step: no such memory")
-        known = {"topology": topology, "remat": job.cfg.model.remat, "batch_size": job.cfg.batch_size}
+        known = {"topology": name, "remat": job.cfg.model.remat, "batch_size": job.cfg.batch_size}
         time = {"time": {"tokens_per_s": at_once, "step_s": 1.0, "mfu": 0.5}} if fits else {}
         return known | {"accumulation": job.cfg.accumulation, "fits": fits, "has_bytes": GiB} | time | (
             {"memory": {"total": GiB / 2}} if fits else {"needs_bytes": 2 * GiB}
@@ -244,7 +282,7 @@ def test_a_search_cuts_the_batch_until_it_fits_and_doubles_it_while_it_does(monk
 @pytest.mark.slow
 def test_a_search_on_a_topology(monkeypatch, capsys):
     monkeypatch.setattr(plan, "REMAT", {name: REMAT[name] for name in ("none", "full")})
-    found = list(plan.search(plan.job_of(change(TOY, batch_size=4), plan.find_devices("v5e:2x2")), "v5e:2x2"))
+    found = list(plan.search(plan.job_of(change(TOY, batch_size=4), topology.find_devices("v5e:2x2")), "v5e:2x2"))
     assert [(p["remat"], p["batch_size"], p["fits"]) for p in found] == [
         (remat, n, True) for remat in ("none", "full") for n in (4, 8, 16)
     ]
@@ -256,9 +294,9 @@ def test_nothing_happens_at_import():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("topology", ["v9:1x1", "v5e"])
-def test_a_mistake_is_one_message_and_status_2(topology, capsys):
+@pytest.mark.parametrize("name", ["v9:1x1", "v5e"])
+def test_a_mistake_is_one_message_and_status_2(name, capsys):
     with pytest.raises(SystemExit) as e:
-        plan.main(["--config", str(ROOT / "configs/tiny.py"), "--topology", topology])
+        plan.main(["--config", str(ROOT / "configs/tiny.py"), "--topology", name])
     assert e.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1

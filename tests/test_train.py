@@ -258,6 +258,7 @@ def test_modules_import_only_what_stands_above_them():
             "harness",
             "evaluate",
             "generate",
+            "topology",
             "plan",
             "huggingface.settings",
             "huggingface.families",
