@@ -194,7 +194,9 @@ def by_kind(module: hlo.Module, run: hlo.Runs, job: train.Job) -> list[dict[str,
     for t in hlo.transfers(module, run):
         # What is gathered is given in parts, of the others the whole.
         result = t.nbytes * slices if t.kind == "all-gather" else t.nbytes
-        wire = hlo.WIRE[t.kind](result / slices if t.kind == "reduce-scatter" else result, slices)
+        wire = hlo.WIRE.get(t.kind, hlo.WIRE["collective-permute"])(
+            result / slices if t.kind == "reduce-scatter" else result, slices
+        )
         add(t.kind, None, slices, True, t.count, wire, 0.0)
     return sorted(rows.values(), key=lambda r: -r["wire_bytes"])
 
@@ -233,7 +235,7 @@ def plan(job: train.Job, name: str) -> dict[str, Any]:
         }
     found["compile_s"] = time.perf_counter() - began
     needs = memory(compiled, functions.state, abstract_batch(job))
-    if needs["total"] > device.hbm:  # a GPU's compiler does not look
+    if sharding.platform(mesh) == "gpu" and needs["total"] > device.hbm:  # its compiler does not look
         return found | {"fits": False, "needs_bytes": needs["total"], "has_bytes": device.hbm}
     module = hlo.parse(compiled.as_text())
     run = hlo.runs(module)
@@ -255,14 +257,15 @@ def work(module: hlo.Module, run: hlo.Runs, job: train.Job, known: dict[str, Any
     H, _, K = sizes(cfg.model.attention, cfg.model.dim)
     seen = (known["flops_per_token_causal"] - dense) / (12 * H * K * cfg.model.num_layers * cfg.seq_len)
     kernels = kernel_flops(hlo.kernels(module, run), seen)
-    cycles = sum(c.cycles for c in hlo.costs(module, run))
+    costs = hlo.costs(module, run)
+    cycles = sum(c.cycles for c in costs)
     exposed = sum(c["exposed_bytes"] for c in collectives)
     ideal = known["flops_per_token"] * known["tokens_per_step"] / len(devices) / device.flops
     result = {
         "cycles": cycles,
         "costs": [
             {"cycles": c.cycles, "count": c.count, "name": c.instruction.name, "op_name": c.instruction.op_name}
-            for c in hlo.costs(module, run)[:10]
+            for c in costs[:10]
         ],
         "kernels": kernels,
         "collectives": collectives,
@@ -282,6 +285,7 @@ def work(module: hlo.Module, run: hlo.Runs, job: train.Job, known: dict[str, Any
             "ideal_s": ideal,
             "tokens_per_s": known["tokens_per_step"] / step,
             "mfu": ideal / step,
+            "mfu_causal": ideal / step * known["flops_per_token_causal"] / known["flops_per_token"],
         }
     return result | {"assumptions": assumptions(job, device, result, run.unknown)}
 
@@ -299,7 +303,7 @@ def assumptions(job: train.Job, device: Device, found: dict[str, Any], unknown: 
         "below 4 % are noise",
         f"exposed: bytes of collectives beside which nothing is computed, over all links of a chip at once "
         f"({device.ici / 1e9:g} GB/s); a ring along one axis of the torus may use only some of them. Other collectives take no time",
-        f"MFU: {human(device.flops)}FLOP/s of bfloat16 a device, FLOPs of the full attention square",
+        f"MFU: {human(device.flops)}FLOP/s of bfloat16 a device, FLOPs of the full attention square; causal: of seen keys",
     ]
     if found["kernels"]:
         told.append(f"kernels: FLOPs of the seen part of the attention square at {KERNEL_EFFICIENCY:.0%} of the peak")
@@ -438,7 +442,11 @@ def describe(p: dict[str, Any]) -> str:
             ("compute", f"{t['compute_s']:.4g} s", f"{p['cycles']:.4g} cycles"),
             ("attention kernels", f"{t['kernels_s']:.4g} s", ""),
             ("exposed collectives", f"{t['exposed_s']:.4g} s", ""),
-            ("step", f"{t['step_s']:.4g} s", f"MFU {t['mfu']:.1%}, {t['tokens_per_s']:,.0f} tokens/s"),
+            (
+                "step",
+                f"{t['step_s']:.4g} s",
+                f"MFU {t['mfu']:.1%} (causal {t['mfu_causal']:.1%}), {t['tokens_per_s']:,.0f} tokens/s",
+            ),
         ]
         lines += ["", "estimated time of a step", *(f"  {line}" for line in columns(rows))]
     lines += [f"  - {text}" for text in p["assumptions"]]
