@@ -30,7 +30,7 @@ from minitf.model.transformer import NORMS, POSITIONS, REMAT, ModelConfig, patte
 from minitf.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from minitf.params import SCHEMES
 from minitf.sampling import SampleConfig
-from minitf.sharding import AXES, MeshConfig
+from minitf.sharding import AXES, COLLECTIVES, MeshConfig
 from minitf.tables import check_unread, did_you_mean, pick
 
 
@@ -366,7 +366,7 @@ def validate(cfg: Config) -> None:
         f"model.attention.{n}": getattr(a, n)
         for n in ("num_heads", "num_kv_heads", "head_dim", "window", "rope_original_len")
     }
-    whole |= {"model.mlp.hidden": m.mlp.hidden, "loss.chunk": cfg.loss.chunk}
+    whole |= {"model.mlp.hidden": m.mlp.hidden, "loss.chunk": cfg.loss.chunk, "mesh.fsdp_inner": cfg.mesh.fsdp_inner}
     whole |= {"data.threads": d.threads, "data.prefetch": d.prefetch}
     whole |= {f"checkpoint.{n}": getattr(cfg.checkpoint, n) for n in ("every", "keep", "keep_every", "keep_best")}
     for name, value in whole.items():
@@ -384,6 +384,15 @@ def validate(cfg: Config) -> None:
             n = getattr(cfg.mesh, prefix + axis)
             constraint = f"at least 1, or -1 for the {of} that the others leave"
             require(f"mesh.{prefix}{axis}", n, n == -1 or n >= 1, constraint)
+    mesh = cfg.mesh
+    pick("mesh.collectives", COLLECTIVES, mesh.collectives)
+    if mesh.collectives == "manual" and (mesh.tensor, mesh.dcn_tensor) != (1, 1):
+        raise ValueError(
+            f"mesh.collectives=manual: knows the axes data and fsdp, and not mesh.tensor={mesh.tensor}, "
+            f"mesh.dcn_tensor={mesh.dcn_tensor}; set both to 1, or mesh.collectives=auto"
+        )
+    if mesh.collectives == "auto" and mesh.fsdp_inner is not None:
+        raise ValueError(f"mesh.fsdp_inner={mesh.fsdp_inner} has no effect with mesh.collectives=auto; manual reads it")
 
     pick("model.attention.kind", ATTENTION, a.kind)
     for kind in m.pattern or ():

@@ -1,5 +1,9 @@
-"""The mesh, the one table from logical to mesh axes, and the two seams (`pin`, `gather`) that hold all that the model
-knows of sharding."""
+"""The mesh, the one table from logical to mesh axes, and the seams (`pin`, `gather`, `lookup`) that hold all that the model
+knows of sharding.
+
+The seams have two implementations. Where the compiler sees the whole program (`mesh.collectives=auto`), they say how arrays shall
+lie, and it inserts what must be sent. Inside `manual`, where code sees the arrays of one device, they send by themselves.
+"""
 
 import contextlib
 import dataclasses
@@ -9,14 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from minitf import params as P_
 from minitf.params import Param
 
 AXES = ("data", "fsdp", "tensor")
+# A mesh may have two axes in the place of fsdp: see `inner_size`. Whatever names AXES goes through `laid` or `sizes_of`.
+FACTORS = ("fsdp_outer", "fsdp_inner")
 BATCH = ("data", "fsdp")  # the batch is sharded over both; weights over fsdp and tensor
 
 RULES: dict[str, str | None] = {  # logical axis of a Param -> mesh axis
@@ -52,6 +59,10 @@ class MeshConfig:
     dcn_data: int = 1
     dcn_fsdp: int = 1
     dcn_tensor: int = 1
+    collectives: str = "auto"  # see COLLECTIVES
+    # Of manual: devices of a line within which fsdp sends first or last, to send across lines less; 1: it sends in one step; None:
+    # the lines of a TPU's torus, elsewhere 1.
+    fsdp_inner: int | None = None
 
 
 def filled(prefix: str, cfg: MeshConfig, total: int, of: str) -> list[int]:
@@ -100,27 +111,88 @@ def hosts(devices: Sequence[Any]) -> int:
     return len({getattr(d, "slice_index", 0) for d in devices})
 
 
+def line(coords: Sequence[tuple[int, ...]]) -> int:
+    """How many at a time, of devices in the order of an axis, lie on one line of a torus; 1 where all do.
+
+    [(0, 0), (0, 1), (1, 0), (1, 1)] -> 2. A collective along a line uses its ring; over a whole torus at once XLA's TPU compiler
+    makes reduce-scatters, on three dimensions all-gathers too, into all-reduces, which send twice as much.
+    """
+
+    def straight(some: Sequence[tuple[int, ...]]) -> bool:
+        return sum(len(set(along)) > 1 for along in zip(*some, strict=True)) <= 1
+
+    n = len(coords)
+    lengths = [k for k in range(1, n + 1) if n % k == 0 and all(straight(coords[i : i + k]) for i in range(0, n, k))]
+    return lengths[-1] % n if n > 1 else 1
+
+
+def inner_size(cfg: MeshConfig, grid: np.ndarray) -> int:
+    """The size of the inner of two axes that take the place of fsdp in a grid of devices [data, fsdp, tensor]; 1: fsdp is one axis.
+    Raises ValueError for a size that does not divide fsdp."""
+    devices = grid[0, :, 0]
+    if cfg.fsdp_inner is None:
+        known = cfg.collectives == "manual" and devices[0].platform == "tpu"
+        return line([d.coords for d in devices]) if known else 1
+    if len(devices) % cfg.fsdp_inner:
+        raise ValueError(f"mesh.fsdp_inner={cfg.fsdp_inner}: does not divide mesh.fsdp, here {len(devices)}")
+    return cfg.fsdp_inner
+
+
 def make_mesh(cfg: MeshConfig, devices: list | None = None) -> Mesh:
     """The mesh over all devices (or those given), tensor innermost, hosts outermost in each axis. Enter it with `jax.set_mesh`.
     Raises ValueError where the sizes do not fit."""
     devices = jax.devices() if devices is None else devices
     n = hosts(devices)
     inside, across = mesh_shape(cfg, len(devices), n)
-    types = (AxisType.Auto,) * len(AXES)
     if n == 1:
         try:
-            return jax.make_mesh(inside, AXES, axis_types=types, devices=devices)
+            grid = jax.make_mesh(inside, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices).devices
         except NotImplementedError:  # no axis of the TPU's torus is as long as one of ours: part of one, then
             grid = mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
     else:
         grid = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
-    return Mesh(grid, AXES, axis_types=types)
+    axes, (data, fsdp, tensor), inner = AXES, grid.shape, inner_size(cfg, grid)
+    if 1 < inner < fsdp:
+        grid, axes = grid.reshape(data, fsdp // inner, inner, tensor), ("data", *FACTORS, "tensor")
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def axes_of(axis: str, mesh: AnyMesh) -> tuple[str, ...]:
+    """The mesh axes, outermost first, of one of AXES."""
+    return (axis,) if axis in mesh.axis_names else FACTORS
+
+
+def sizes_of(mesh: AnyMesh) -> dict[str, int]:
+    """The size of each of AXES."""
+    return {axis: math.prod(mesh.shape[a] for a in axes_of(axis, mesh)) for axis in AXES}
+
+
+def laid(spec: P, mesh: AnyMesh) -> P:
+    """A PartitionSpec in AXES as one in the axes of the mesh."""
+
+    def one(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if entry is None:
+            return None
+        axes = tuple(a for axis in ((entry,) if isinstance(entry, str) else entry) for a in axes_of(axis, mesh))
+        return entry if len(axes) == 1 else axes
+
+    return P(*map(one, spec))
+
+
+def placed(mesh: Mesh, spec: P) -> NamedSharding:
+    """The sharding of a PartitionSpec in AXES."""
+    return NamedSharding(mesh, laid(spec, mesh))
 
 
 def describe_mesh(cfg: MeshConfig, mesh: Mesh) -> str:
-    """The sizes of the axes, and which part of them lies across hosts."""
+    """The sizes of the axes, the factors of fsdp, and which part of them lies across hosts."""
     devices = list(mesh.devices.flat)
-    text = ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
+    text = ", ".join(f"{a}={n}" for a, n in sizes_of(mesh).items())
+    if FACTORS[0] in mesh.shape:
+        text += f"; fsdp as {' x '.join(str(mesh.shape[a]) for a in FACTORS)}"
     if (n := hosts(devices)) > 1:
         _, across = mesh_shape(cfg, len(devices), n)
         kind = "slices" if devices[0].platform == "tpu" else "hosts"
@@ -139,7 +211,7 @@ def check_divisible(specs: Any, mesh: Mesh) -> None:
     for name, p in P_.named(specs):
         for axis, size in zip(p.full_axes, p.full_shape, strict=True):
             mesh_axis = RULES[axis]
-            n = 1 if mesh_axis is None else mesh.shape[mesh_axis]
+            n = 1 if mesh_axis is None else sizes_of(mesh)[mesh_axis]
             if size % n:
                 fix = f"{SETTINGS[axis]}={size} with mesh.{mesh_axis}={n}; the next that divides is {-(-size // n) * n}"
                 raise ValueError(
@@ -150,7 +222,7 @@ def check_divisible(specs: Any, mesh: Mesh) -> None:
 def shardings(specs: Any, mesh: Mesh) -> Any:
     """A NamedSharding for every declaration. Raises ValueError for a size that the mesh does not divide."""
     check_divisible(specs, mesh)
-    return P_.tree_map(lambda p: NamedSharding(mesh, partition(p)), specs)
+    return P_.tree_map(lambda p: placed(mesh, partition(p)), specs)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -159,7 +231,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows over data and fsdp; every process of a tensor axis holds the same rows."""
-    return NamedSharding(mesh, P(BATCH))
+    return placed(mesh, P(BATCH))
 
 
 def precision(dtype: str) -> str:
@@ -174,14 +246,8 @@ def surroundings(mesh: Mesh, dtype: str) -> Iterator[None]:
         yield
 
 
-def batch_shards(mesh: Mesh) -> int:
-    return math.prod(mesh.shape[a] for a in BATCH)
-
-
-def row_shards() -> int:
-    """Into how many parts the rows of arrays [B, ...] are sharded here; inside `per_device` each device has its own alone."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty or mesh.are_all_axes_manual else batch_shards(mesh)
+def batch_shards(mesh: AnyMesh) -> int:
+    return math.prod(sizes_of(mesh)[a] for a in BATCH)
 
 
 def platform(mesh: Mesh) -> str:
@@ -196,20 +262,44 @@ def capability(device: Any) -> float | None:
     return None if found is None else float(found)
 
 
+# ---- the seams
+
+
+def is_manual(mesh: AnyMesh) -> bool:
+    """Whether code of this mesh context sees the arrays of one device: inside `manual` and `per_device`."""
+    return not mesh.empty and mesh.are_all_axes_manual
+
+
+def spread() -> AbstractMesh | None:
+    """The mesh over which the compiler spreads what is traced here; None: arrays are those of one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 or is_manual(mesh) else mesh
+
+
+def row_shards() -> int:
+    """Into how many parts the rows of arrays [B, ...] are sharded here; inside `per_device` each device has its own alone."""
+    mesh = spread()
+    return 1 if mesh is None else batch_shards(mesh)
+
+
 def per_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """f on each device's part of the arrays, cut by these specs: for a kernel, which the compiler cannot partition. It is f
     itself on one device, and where all around it runs on each device's part already."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual:
+    mesh = spread()
+    if mesh is None:
         return f
+    in_specs, out_specs = jax.tree.map(
+        lambda spec: laid(spec, mesh), (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P)
+    )
     # check_vma: kernels do not say over which axes their results vary.
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def constrain(x: jax.Array, spec: P) -> jax.Array:
-    """`with_sharding_constraint`; without a mesh or on one device the identity, so that no activation is kept twice."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty or mesh.size == 1 else jax.lax.with_sharding_constraint(x, spec)
+    """`with_sharding_constraint`; without a mesh, on one device and inside `manual` the identity, so that no activation is kept
+    twice."""
+    mesh = spread()
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, laid(spec, mesh))
 
 
 def pin(x: jax.Array) -> jax.Array:
@@ -240,14 +330,86 @@ def pin_cache(x_LBTGK: jax.Array) -> jax.Array:
 def gather(layer_params: Any, specs: Any, dtype: str) -> Any:
     """One layer's weights ready for products: matrices and tables in the compute dtype and whole along fsdp; scales and
     biases stay float32. First line of the scan body, so that only one layer is whole at a time."""
+    mesh = jax.sharding.get_abstract_mesh()
 
     def one(p: Param, w: jax.Array) -> jax.Array:
         if p.kind in ("scale", "bias"):
             return w
-        # Cast first: half the bytes travel.
-        return constrain(w.astype(dtype), partition(dataclasses.replace(p, stack=()), gathered=True))
+        w = w.astype(dtype)  # Cast first: half the bytes travel.
+        if is_manual(mesh):
+            return gathered(w, p.axes.index("embed"), axes_of("fsdp", mesh))
+        return constrain(w, partition(dataclasses.replace(p, stack=()), gathered=True))
 
     return P_.tree_map(one, specs, layer_params)
+
+
+def lookup(table: jax.Array, spec: Param, ids: jax.Array, dtype: str) -> jax.Array:
+    """The rows of a table [V, D] that ids [B, S] name, [B, S, D] in the compute dtype."""
+    mesh = jax.sharding.get_abstract_mesh()
+    # A row and its gradient travel once for each token, or once for each row of the table.
+    if is_manual(mesh) and ids.size < table.shape[0]:
+        return exchanged(table, ids, dtype, axes_of("fsdp", mesh))
+    return gather(table, spec, dtype)[ids]
+
+
+# ---- collectives by hand
+
+
+def manual(f: Callable[..., tuple[Any, Any]], specs: Any) -> Callable[..., tuple[Any, Any]]:
+    """f: (params, batch, ...) -> (sums, gradient by params) over rows, made to run on each device with its own rows, and its own
+    shards of params; returns both summed over all rows, the gradient sharded as params are.
+
+    What is sharded along fsdp was summed along it where it was used: `gather` gives its gradient in shards. All else is summed here,
+    once.
+    """
+
+    def on_all(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        mesh = jax.sharding.get_abstract_mesh()
+        assert sizes_of(mesh)["tensor"] == 1
+        layout = P_.tree_map(lambda p: laid(partition(p), mesh), specs)
+        data, fsdp = (axes_of(axis, mesh) for axis in BATCH)
+
+        def on_one(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+            sums, grads = f(params, batch, *rest)
+            grads = P_.tree_map(
+                lambda p, g: jax.lax.psum(g, data if "fsdp" in partition(p) else (*data, *fsdp)), specs, grads
+            )
+            return jax.lax.psum(sums, (*data, *fsdp)), grads
+
+        rows = laid(P(BATCH), mesh)
+        run = jax.shard_map(
+            on_one, in_specs=(layout, rows, *(P() for _ in rest)), out_specs=(P(), layout), check_vma=False
+        )
+        return run(params, batch, *rest)
+
+    return on_all
+
+
+COLLECTIVES = {  # how gradients over all devices are made of `f` as for `manual`
+    "auto": lambda f, specs: f,  # XLA finds out what must be sent; any mesh
+    "manual": manual,  # each is written here, in the order and number type that sends least; tensor=1
+}
+
+
+def gathered(w: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """w whole along a dimension that is sharded over these mesh axes. Its transpose scatters the gradient's sum.
+
+    Sent as a matrix, the sharded dimension first: along others, and with more than two, XLA's TPU compiler takes all-reduces.
+    """
+    w = jnp.moveaxis(w, dim, 0)
+    rows = w.reshape(len(w), -1)
+    for axis in reversed(axes):
+        rows = jax.lax.all_gather(rows, axis, tiled=True)
+    return jnp.moveaxis(rows.reshape(-1, *w.shape[1:]), 0, dim)
+
+
+def exchanged(table: jax.Array, ids: jax.Array, dtype: str, axes: tuple[str, ...]) -> jax.Array:
+    """The rows [B, S, D] that ids [B, S] name in a table of which each device has some columns: every device looks up all devices'
+    ids in its own, and sends to each what is its."""
+    all_ids = jax.lax.all_gather(ids, axes, tiled=True)
+    # Cast last: the gradient of a common row sums over the tokens of all devices, in float32.
+    columns = table[all_ids].astype(dtype)
+    return jax.lax.all_to_all(columns, axes, split_axis=0, concat_axis=2, tiled=True)
 
 
 def table(specs: Any, mesh: Mesh) -> str:
@@ -255,10 +417,10 @@ def table(specs: Any, mesh: Mesh) -> str:
     rows = [("parameter", "shape", "dtype", "partition", "bytes/device")]
     total = 0
     for name, p in P_.named(specs):
-        local = NamedSharding(mesh, partition(p)).shard_shape(p.full_shape)
+        local = placed(mesh, partition(p)).shard_shape(p.full_shape)
         n = math.prod(local) * jnp.dtype(p.dtype).itemsize
         total += n
-        spec = ", ".join("-" if m is None or mesh.shape[m] == 1 else m for m in partition(p))
+        spec = ", ".join("-" if m is None or sizes_of(mesh)[m] == 1 else m for m in partition(p))
         rows.append((name, "x".join(map(str, p.full_shape)), p.dtype, f"({spec})", f"{n:,}"))
     rows.append(("total", "", "", "", f"{total:,}"))
     widths = [max(len(r[i]) for r in rows) for i in range(5)]

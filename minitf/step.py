@@ -15,7 +15,8 @@ from minitf.checksum import checksum
 from minitf.config import Config
 from minitf.metrics import group_of
 from minitf.model.loss import loss_sums, mean
-from minitf.model.transformer import hidden
+from minitf.model.transformer import hidden, model_params
+from minitf.sharding import COLLECTIVES
 from minitf.state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -57,19 +58,25 @@ def gradients(params: Any, batch: Batch, step: jax.Array, cfg: Config) -> tuple[
     microbatch is computed, so that neither accumulation nor padding nor the mesh changes them."""
     weight = jnp.sum(batch["weights"])
 
-    def loss_fn(params: Any, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_fn(
+        params: Any, micro: Batch, step: jax.Array, weight: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         total, sums = row_sums(params, micro, cfg, dropout_keys(cfg, step, micro["rows"]))
         losses = {name: mean(jnp.sum(rows), weight) for name, rows in sums.items()}
         if cfg.loss.z_loss is None:
             del losses["z_loss"]
         return mean(total, weight), losses
 
-    def part(micro: Batch) -> tuple[dict[str, jax.Array], Any]:
-        (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, micro)
-        return losses, grads
+    def total(params: Any, batch: Batch, *rest: jax.Array) -> tuple[dict[str, jax.Array], Any]:
+        def part(micro: Batch) -> tuple[dict[str, jax.Array], Any]:
+            (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, micro, *rest)
+            return losses, grads
+
+        return accumulated(part, batch, cfg.accumulation)
 
     rows = jnp.arange(batch["inputs"].shape[0])
-    return accumulated(part, {**batch, "rows": rows}, cfg.accumulation)
+    over_devices = COLLECTIVES[cfg.mesh.collectives](total, model_params(cfg.model))
+    return over_devices(params, {**batch, "rows": rows}, step, weight)
 
 
 def group_norms(kind: str, tree: Any) -> dict[str, jax.Array]:

@@ -74,11 +74,11 @@ def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
     """Raises ValueError where a size does not divide by the mesh, naming setting, axis and sizes; and where the attention
     that the config names cannot run here."""
     sharding.check_divisible(specs, mesh)
-    shards = sharding.batch_shards(mesh)
+    shards, sizes = sharding.batch_shards(mesh), sharding.sizes_of(mesh)
     if cfg.batch_size % (shards * cfg.accumulation):
         raise ValueError(
             f"batch_size={cfg.batch_size}: not divisible by accumulation={cfg.accumulation} times the {shards} devices of the "
-            f"mesh axes data={mesh.shape['data']} and fsdp={mesh.shape['fsdp']}"
+            f"mesh axes data={sizes['data']} and fsdp={sizes['fsdp']}"
         )
     implementation(cfg, mesh)
     check_options(cfg, mesh)
@@ -309,7 +309,7 @@ def about(job: Job, step: int, mixed: list[Phase], loss: float | None = None) ->
         "evaluation": loss,
         "data": position(job, step) | {"mixture": mixed},
         "config": dataclasses.asdict(job.cfg),
-        "mesh": dict(job.mesh.shape),
+        "mesh": sharding.sizes_of(job.mesh),
         "processes": jax.process_count(),
         "versions": {"minitf": minitf.__version__, **versions()},
         "commit": commit(),

@@ -72,9 +72,11 @@ def change(cfg: Any, **values: Any) -> Any:
     return cfg
 
 
-def make_mesh(name: str) -> jax.sharding.Mesh:
-    sizes = MESHES[name]
-    return sharding.make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
+def make_mesh(name: str, cfg: MeshConfig | None = None) -> jax.sharding.Mesh:
+    """A mesh of MESHES, or of sizes written as there; with the settings of the config besides."""
+    sizes = MESHES.get(name) or tuple(map(int, name.split("x")))
+    cfg = dataclasses.replace(cfg or MeshConfig(), **dict(zip(sharding.AXES, sizes, strict=True)))
+    return sharding.make_mesh(cfg, jax.devices()[: int(np.prod(sizes))])
 
 
 def random_batch(cfg: Config, seed: int = 0, weights: Any = None) -> dict[str, jax.Array]:
@@ -109,7 +111,7 @@ def jitted_step(cfg: Config, mesh_name: str, steps: int) -> tuple:
     specs = model_params(cfg.model)
     schedule = make_schedule(cfg.optimizer, steps)
     tx = make_optimizer(cfg.optimizer, specs, schedule)
-    mesh = make_mesh(mesh_name)
+    mesh = make_mesh(mesh_name, cfg.mesh)
     layout = state_shardings(specs, tx, mesh)
     state = lambda params: TrainState(jnp.int32(0), jnp.int32(0), params, tx.init(params))
     step = functools.partial(step_lib.train_step, cfg=cfg, tx=tx, schedule=schedule)

@@ -13,7 +13,7 @@ from minitf.model.attention import ATTENTION, AttentionConfig, Context, Layer, L
 from minitf.model.mlp import MLP, MlpConfig
 from minitf.model.ops import dropout, layer_norm, matmul, rms_norm, rope_frequencies, rope_table, softcap, stretched
 from minitf.params import Param, stacked, with_inits, zeros
-from minitf.sharding import gather, pin, pin_cache
+from minitf.sharding import gather, lookup, pin, pin_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,12 +232,13 @@ def block(params: Any, x: jax.Array, cfg: ModelConfig, kind: Layer, ctx: Context
 
 
 def embed(params: Any, tokens_BS: jax.Array, positions_BS: jax.Array, cfg: ModelConfig) -> jax.Array:
-    names = [n for n in ("embedding", "position_embedding") if n in params]
-    tables = gather({n: params[n] for n in names}, {n: model_params(cfg)[n] for n in names}, cfg.dtype)
-    x = tables["embedding"][tokens_BS]
+    def rows(name: str, ids_BS: jax.Array) -> jax.Array:
+        return lookup(params[name], model_params(cfg)[name], ids_BS, cfg.dtype)
+
+    x = rows("embedding", tokens_BS)
     if cfg.embedding_scale is not None:
         x *= cfg.embedding_scale
-    return x + tables["position_embedding"][positions_BS] if "position_embedding" in tables else x
+    return x + rows("position_embedding", positions_BS) if "position_embedding" in params else x
 
 
 class Cache(NamedTuple):
