@@ -391,8 +391,7 @@ def validate(cfg: Config) -> None:
             f"mesh.collectives=manual: knows the axes data and fsdp, and not mesh.tensor={mesh.tensor}, "
             f"mesh.dcn_tensor={mesh.dcn_tensor}; set both to 1, or mesh.collectives=auto"
         )
-    if mesh.collectives == "auto" and mesh.fsdp_inner is not None:
-        raise ValueError(f"mesh.fsdp_inner={mesh.fsdp_inner} has no effect with mesh.collectives=auto; manual reads it")
+    check_unread("mesh", mesh, COLLECTIVES, [mesh.collectives])
 
     pick("model.attention.kind", ATTENTION, a.kind)
     for kind in m.pattern or ():

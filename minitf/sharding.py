@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ def hosts(devices: Sequence[Any]) -> int:
 
 
 def line(coords: Sequence[tuple[int, ...]]) -> int:
-    """How many at a time, of devices in the order of an axis, lie on one line of a torus; 1 where all do.
+    """How many at a time, of devices in the order of an axis, lie on one line of a torus; all where all do.
 
     [(0, 0), (0, 1), (1, 0), (1, 1)] -> 2. A collective along a line uses its ring; over a whole torus at once XLA's TPU compiler
     makes reduce-scatters, on three dimensions all-gathers too, into all-reduces, which send twice as much.
@@ -123,11 +123,11 @@ def line(coords: Sequence[tuple[int, ...]]) -> int:
 
     n = len(coords)
     lengths = [k for k in range(1, n + 1) if n % k == 0 and all(straight(coords[i : i + k]) for i in range(0, n, k))]
-    return lengths[-1] % n if n > 1 else 1
+    return lengths[-1]
 
 
 def inner_size(cfg: MeshConfig, grid: np.ndarray) -> int:
-    """The size of the inner of two axes that take the place of fsdp in a grid of devices [data, fsdp, tensor]; 1: fsdp is one axis.
+    """The size of the inner of two axes that take the place of fsdp in a grid of devices [data, fsdp, tensor]; 1 or all: fsdp is one.
     Raises ValueError for a size that does not divide fsdp."""
     devices = grid[0, :, 0]
     if cfg.fsdp_inner is None:
@@ -355,51 +355,65 @@ def lookup(table: jax.Array, spec: Param, ids: jax.Array, dtype: str) -> jax.Arr
 # ---- collectives by hand
 
 
-def manual(f: Callable[..., tuple[Any, Any]], specs: Any) -> Callable[..., tuple[Any, Any]]:
-    """f: (params, batch, ...) -> (sums, gradient by params) over rows, made to run on each device with its own rows, and its own
-    shards of params; returns both summed over all rows, the gradient sharded as params are.
+Gradients = Callable[..., tuple[Any, Any]]  # (params, batch, ...) -> (sums, gradient by params) over rows
+
+
+def manual(f: Gradients, specs: Any, dtype: str) -> Gradients:
+    """f made to run on each device with its own rows and its own shards of params, and its results summed over all of them: the
+    gradient is sharded as params are. Further arguments are the same everywhere.
 
     What is sharded along fsdp was summed along it where it was used: `gather` gives its gradient in shards. All else is summed here,
-    once.
+    once; over data in the compute dtype, which is what a product's gradient has.
     """
 
     def on_all(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         mesh = jax.sharding.get_abstract_mesh()
-        assert sizes_of(mesh)["tensor"] == 1
-        layout = P_.tree_map(lambda p: laid(partition(p), mesh), specs)
+        sizes = sizes_of(mesh)
+        assert sizes["tensor"] == 1, sizes
         data, fsdp = (axes_of(axis, mesh) for axis in BATCH)
+        layout, rows = P_.tree_map(lambda p: laid(partition(p), mesh), specs), laid(P(BATCH), mesh)
+
+        def summed(p: Param, g: jax.Array) -> jax.Array:
+            if "fsdp" not in partition(p):
+                return jax.lax.psum(g, data + fsdp)
+            return g if sizes["data"] == 1 else jax.lax.psum(g.astype(dtype), data).astype(g.dtype)
 
         def on_one(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
             sums, grads = f(params, batch, *rest)
-            grads = P_.tree_map(
-                lambda p, g: jax.lax.psum(g, data if "fsdp" in partition(p) else (*data, *fsdp)), specs, grads
-            )
-            return jax.lax.psum(sums, (*data, *fsdp)), grads
+            return jax.lax.psum(sums, data + fsdp), P_.tree_map(summed, specs, grads)
 
-        rows = laid(P(BATCH), mesh)
-        run = jax.shard_map(
-            on_one, in_specs=(layout, rows, *(P() for _ in rest)), out_specs=(P(), layout), check_vma=False
-        )
+        in_specs = (layout, rows, *(P() for _ in rest))
+        run = jax.shard_map(on_one, in_specs=in_specs, out_specs=(P(), layout), check_vma=False)
         return run(params, batch, *rest)
 
     return on_all
 
 
-COLLECTIVES = {  # how gradients over all devices are made of `f` as for `manual`
-    "auto": lambda f, specs: f,  # XLA finds out what must be sent; any mesh
-    "manual": manual,  # each is written here, in the order and number type that sends least; tensor=1
+class Collectives(NamedTuple):
+    """How gradients over all devices are made of gradients over rows, and the settings that it alone reads."""
+
+    apply: Callable[[Gradients, Any, str], Gradients]  # arguments as of `manual`
+    reads: tuple[str, ...] = ()
+
+
+COLLECTIVES = {
+    "auto": Collectives(lambda f, specs, dtype: f),  # the compiler finds out what must be sent; any mesh
+    # What is sent is written in this file, in the order that sends least; tensor=1.
+    "manual": Collectives(manual, reads=("fsdp_inner",)),
 }
 
 
 def gathered(w: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """w whole along a dimension that is sharded over these mesh axes. Its transpose scatters the gradient's sum.
+    """w whole along a dimension that is sharded over these mesh axes, axis by axis. Its transpose scatters the gradient's sum,
+    likewise.
 
-    Sent as a matrix, the sharded dimension first: along others, and with more than two, XLA's TPU compiler takes all-reduces.
+    Sent as matrices, devices along a dimension of their own: XLA's TPU compiler makes all-reduces of what is scattered along a last
+    dimension, of small gathers with more dimensions, and of matrices whose width it cannot halve often enough.
     """
     w = jnp.moveaxis(w, dim, 0)
     rows = w.reshape(len(w), -1)
     for axis in reversed(axes):
-        rows = jax.lax.all_gather(rows, axis, tiled=True)
+        rows = jax.lax.all_gather(rows, axis).reshape(-1, rows.shape[1])
     return jnp.moveaxis(rows.reshape(-1, *w.shape[1:]), 0, dim)
 
 

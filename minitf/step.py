@@ -75,8 +75,8 @@ def gradients(params: Any, batch: Batch, step: jax.Array, cfg: Config) -> tuple[
         return accumulated(part, batch, cfg.accumulation)
 
     rows = jnp.arange(batch["inputs"].shape[0])
-    over_devices = COLLECTIVES[cfg.mesh.collectives](total, model_params(cfg.model))
-    return over_devices(params, {**batch, "rows": rows}, step, weight)
+    over_all = COLLECTIVES[cfg.mesh.collectives].apply(total, model_params(cfg.model), cfg.model.dtype)
+    return over_all(params, {**batch, "rows": rows}, step, weight)
 
 
 def group_norms(kind: str, tree: Any) -> dict[str, jax.Array]:

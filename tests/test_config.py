@@ -410,7 +410,7 @@ def test_nearest_name_is_offered_only_where_one_is_near():
 AT_LEAST_1 = """batch_size seq_len accumulation log_every eval_every eval_batches loss.chunk data.threads data.prefetch
     model.num_layers model.dim model.vocab_size model.max_seq_len model.unroll model.mlp.hidden
     model.attention.num_heads model.attention.num_kv_heads model.attention.head_dim model.attention.window
-    model.attention.rope_original_len""".split()
+    model.attention.rope_original_len mesh.fsdp_inner""".split()
 ABOVE_0 = """optimizer.learning_rate optimizer.clip_norm optimizer.eps model.norm_eps model.logit_softcap
     model.attention.softcap model.attention.rope_base model.attention.rope_factor model.attention.scale
     model.attention.qk_norm_eps model.embedding_scale loss.z_loss""".split()
@@ -419,7 +419,7 @@ BELOW_1 = """model.dropout model.attention.dropout optimizer.b1 optimizer.b2 opt
     optimizer.muon_momentum""".split()
 KINDS_OF = """model.attention.kind model.attention.implementation model.attention.bias model.mlp.kind model.norm
     model.positions model.remat model.init model.dtype optimizer.kind optimizer.schedule optimizer.moment_dtype
-    optimizer.nonfinite data.kind data.tokenizer""".split()
+    optimizer.nonfinite data.kind data.tokenizer mesh.collectives""".split()
 READ_BY = {  # the kinds that read a setting, where TINY's does not
     "model.attention.window": "model.attention.kind=sliding",
     "model.attention.rope_factor": "model.positions=rope_llama3",
@@ -427,6 +427,7 @@ READ_BY = {  # the kinds that read a setting, where TINY's does not
     "optimizer.end_learning_rate": "optimizer.schedule=linear",
     "optimizer.momentum": "optimizer.kind=sgd",
     "optimizer.muon_momentum": "optimizer.kind=muon",
+    "mesh.fsdp_inner": "mesh.collectives=manual",
 }
 
 
@@ -486,6 +487,9 @@ REFUSED = [
     ("optimizer.kind=sgd optimizer.b1=0.5", "optimizer.b1=0.5 has no effect with sgd; it is read by adamw, lion, muon"),
     ("optimizer.end_learning_rate=1e-5", "optimizer.end_learning_rate=1e-05 has no effect with constant"),
     ("optimizer.decay_steps=2", "optimizer.decay_steps=2 has no effect with constant"),
+    ("mesh.fsdp_inner=2", "mesh.fsdp_inner=2 has no effect with auto; it is read by manual"),
+    ("mesh.collectives=manual mesh.tensor=2", "not mesh.tensor=2, mesh.dcn_tensor=1; set both to 1, or mesh.collectives=auto"),
+    ("mesh.collectives=manual mesh.dcn_tensor=-1", "not mesh.tensor=1, mesh.dcn_tensor=-1; set both to 1"),
     ("data.path=x.txt", "data.path='x.txt' has no effect with synthetic; it is read by text, parquet"),
     (f"{TEXT} data.eos_id=3", "data.eos_id=3 has no effect with text; it is read by tokens"),
     # data
@@ -539,6 +543,7 @@ def test_validate_refuses(overrides, message, tiny):
         "model.dim=18 model.attention.head_dim=4",
         "model.attention.head_dim=5 model.positions=learned",
         "mesh.data=-1 mesh.fsdp=1",
+        "mesh.collectives=manual mesh.dcn_data=-1 mesh.fsdp_inner=1",
         "model.pattern=full,sliding model.attention.window=8",
         "optimizer.kind=sgd optimizer.momentum=0.9",
         *[f"model.attention.bias={kind}" for kind in ("none", "qkv", "qkvo")],

@@ -23,6 +23,7 @@ from minitf.checkpoint import Checkpoints
 from minitf.data import datasets, pipeline
 from minitf.distributed import StopRequest
 from minitf.metrics import json_lines
+from minitf.sharding import MeshConfig
 from tests.test_checkpoint import largest_file, truncate
 from tools import compare_runs
 
@@ -245,15 +246,21 @@ def on_eight(corpus, tmp_path_factory):
     return cfg, workdir.parent / "at5", workdir
 
 
+BY_HAND = MeshConfig(2, 4, 1, collectives="manual", fsdp_inner=2)
+SMALLER = (MeshConfig(1, 1, 1), MeshConfig(1, 2, 1), MeshConfig(2, 2, 1))
+
+
 @pytest.mark.parametrize(
-    "mesh", [(2, 2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in ((1, 1, 1), (1, 2, 1), (2, 2, 1)))]
+    "mesh",
+    [MeshConfig(2, 2, 2), BY_HAND, *(pytest.param(m, marks=pytest.mark.slow) for m in SMALLER)],
+    ids=lambda m: f"{m.data}x{m.fsdp}x{m.tensor}-{m.collectives}",
 )
 def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
     cfg, at5, eight = on_eight
     shutil.copytree(at5, tmp_path / "w")
-    data, fsdp, tensor = mesh
-    cfg = change(cfg, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor)
-    job = train.prepare(cfg, jax.devices()[: math.prod(mesh)])
+    devices = mesh.data * mesh.fsdp * mesh.tensor
+    cfg = change(cfg, mesh=mesh)
+    job = train.prepare(cfg, jax.devices()[:devices])
     with (
         sharding.surroundings(job.mesh, job.cfg.model.dtype),
         run.checkpoints_of(run.resolve(str(tmp_path / "w"))) as checkpoints,
@@ -262,7 +269,7 @@ def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
             train.program(job).state
         )  # verified against the checksums of eight devices
         assert restored.about["step"] == int(restored.tree.step) == restored.about["data"]["next_batch"] == 5
-    status, lines = launch(cfg, tmp_path / "w", devices=math.prod(mesh))
+    status, lines = launch(cfg, tmp_path / "w", devices=devices)
     assert status == 0
     expected = json_lines(run.resolve(str(eight)) / "metrics.jsonl")
     assert series(lines, "train/loss") == pytest.approx(series(expected, "train/loss"), abs=1e-5)
