@@ -418,12 +418,17 @@ def gathered(w: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 
 def exchanged(table: jax.Array, ids: jax.Array, dtype: str, axes: tuple[str, ...]) -> jax.Array:
-    """The rows [B, S, D] that ids [B, S] name in a table of which each device has some columns: every device looks up all devices'
-    ids in its own, and sends to each what is its."""
-    all_ids = jax.lax.all_gather(ids, axes, tiled=True)
-    # Cast last: the gradient of a common row sums over the tokens of all devices, in float32.
-    columns = table[all_ids].astype(dtype)
-    return jax.lax.all_to_all(columns, axes, split_axis=0, concat_axis=2, tiled=True)
+    """The rows [B, S, D] that ids [B, S] name in a table whose columns are sharded over these mesh axes: along the outermost, each
+    device looks up the ids of all in its columns, and sends to each what it asked for.
+
+    Along the others columns are gathered: with fewer in a row and more rows, lookups would take longer than sending the columns.
+    """
+    outer, *others = axes
+    table = gathered(table.astype(dtype), 1, tuple(others))
+    all_ids = jax.lax.all_gather(ids, outer, tiled=True)
+    # The gradient of a common row sums over the tokens of many devices, in float32.
+    columns = table.astype(jnp.float32)[all_ids].astype(dtype)
+    return jax.lax.all_to_all(columns, outer, split_axis=0, concat_axis=2, tiled=True)
 
 
 def table(specs: Any, mesh: Mesh) -> str:

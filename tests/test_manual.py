@@ -192,9 +192,9 @@ def test_weights_travel_in_the_compute_dtype_as_matrices(inner):
     sent = collectives(*by_hand(cfg, "1x8x1", inner))
     weights = [a for a in sent["gathers"] if a.dtype == jnp.bfloat16]
     steps = 1 if inner is None else 2
-    # Seven matrices of a layer in the forward and in the backward pass, and the head.
-    assert len(weights) == steps * (2 * 7 + 1)
-    assert len(sent["scatters"]) == steps * (7 + 1)
+    # Seven matrices of a layer in the forward and in the backward pass, and the head; of the embedding, columns along the inner axis.
+    assert len(weights) == steps * (2 * 7 + 1) + steps - 1
+    assert len(sent["scatters"]) == steps * (7 + 1) + steps - 1
     assert {a.dtype for a in sent["scatters"]} == {jnp.dtype(jnp.bfloat16)}
     assert {a.ndim for a in weights} == {2}
 
