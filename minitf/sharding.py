@@ -60,8 +60,8 @@ class MeshConfig:
     dcn_fsdp: int = 1
     dcn_tensor: int = 1
     collectives: str = "auto"  # see COLLECTIVES
-    # Of manual: devices of a line within which fsdp sends first or last, to send across lines less; 1: it sends in one step; None:
-    # the lines of a TPU's torus, elsewhere 1.
+    # Of manual: fsdp as two factors, of which this is the inner. Weights are gathered along it first, gradients scattered along it
+    # last. 1: in one step; None: along the lines of a TPU's torus, elsewhere in one step.
     fsdp_inner: int | None = None
 
 
