@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 import minitf
 from minitf import config as config_lib
@@ -163,11 +164,16 @@ def kernel_flops(found: list[hlo.Kernel], seen: float) -> list[dict[str, Any]]:
     return rows
 
 
+def in_a_slice(mesh: jax.sharding.Mesh) -> dict[str, int]:
+    """The sizes of the mesh's axes within one slice, whose program numbers its own devices alone."""
+    number = np.vectorize(lambda d: getattr(d, "slice_index", None) or 0)(mesh.devices)
+    across = [len(set(np.moveaxis(number, i, 0).reshape(n, -1)[:, 0])) for i, n in enumerate(number.shape)]
+    return {axis: n // k for (axis, n), k in zip(mesh.shape.items(), across, strict=True)}
+
+
 def by_kind(module: hlo.Module, run: hlo.Runs, job: train.Job) -> list[dict[str, Any]]:
     """Collectives of the same kind, axes and place, their calls and bytes a step on one device added up."""
-    devices = list(job.mesh.devices.flat)
-    slices = sharding.hosts(devices)
-    inside, _ = sharding.mesh_shape(job.cfg.mesh, len(devices), slices)
+    slices = sharding.hosts(list(job.mesh.devices.flat))
     rows: dict[tuple, dict[str, Any]] = {}
 
     def add(
@@ -189,7 +195,7 @@ def by_kind(module: hlo.Module, run: hlo.Runs, job: train.Job) -> list[dict[str,
         row["wire_bytes"] += count * wire
         row["exposed_bytes"] += count * exposed
 
-    for c in hlo.collectives(module, run, dict(zip(sharding.AXES, inside, strict=True))):
+    for c in hlo.collectives(module, run, in_a_slice(job.mesh)):
         add(c.kind, c.axes, len(c.group), False, c.count, c.wire, c.wire * c.synchronous)
     for t in hlo.transfers(module, run):
         # What is gathered is given in parts, of the others the whole.

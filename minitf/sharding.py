@@ -173,9 +173,9 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
 def laid(spec: P, mesh: AnyMesh) -> P:
     """A PartitionSpec in AXES as one in the axes of the mesh."""
 
-    def one(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if entry is None:
-            return None
+    def one(entry: Any) -> Any:
+        if entry is None or entry is P.UNCONSTRAINED:
+            return entry
         axes = tuple(a for axis in ((entry,) if isinstance(entry, str) else entry) for a in axes_of(axis, mesh))
         return entry if len(axes) == 1 else axes
 

@@ -75,6 +75,28 @@ def test_a_plan_adds_up_on_every_generation(kind):
 
 
 @needs_compiler
+def test_collectives_by_hand_lie_along_the_factors_of_fsdp():
+    p = planned("v5e:2x2", change(TOY, mesh__collectives="manual"))
+    assert set(p["mesh"]) == {"data", "fsdp_outer", "fsdp_inner", "tensor"}
+    assert {tuple(c["axes"]) for c in p["collectives"]} >= {("fsdp_outer",), ("fsdp_inner",)}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "mesh", "inside"),
+    [
+        ("v5e:2x2", dict(), (1, 4, 1)),
+        ("2xv5e:2x2", dict(), (1, 4, 1)),
+        ("2xv5e:2x2", dict(data=2), (1, 4, 1)),
+        ("2xv5e:2x2", dict(data=4, tensor=2), (2, 1, 2)),
+    ],
+)
+def test_the_mesh_within_a_slice(name, mesh, inside):
+    made = sharding.make_mesh(sharding.MeshConfig(**mesh), topology.find_devices(name))
+    assert tuple(plan.in_a_slice(made).values()) == inside
+
+
+@needs_compiler
 @pytest.mark.slow
 def test_two_slices_share_the_mesh_and_what_goes_across_is_told_apart():
     p = planned("2xv5e:2x2", change(TOY, mesh__data=2, mesh__fsdp=-1))
