@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -80,8 +81,13 @@ def relu_squared(x: jax.Array) -> jax.Array:
     return jax.nn.relu(x) ** 2
 
 
+def gelu_erf(x: jax.Array) -> jax.Array:
+    """x times the normal distribution function: GELU, arXiv:1606.08415. `jax.nn.gelu` goes through erfc, which keeps more digits
+    where the result is near 0 and takes three times as long on a CPU."""
+    return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+
+
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
-gelu_erf = functools.partial(jax.nn.gelu, approximate=False)
 
 MLP = {
     "gelu": Layer(up_down_params, functools.partial(up_down, activation=gelu_tanh)),
