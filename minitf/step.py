@@ -1,5 +1,6 @@
 """One step: gradients, update and metrics; and the step of evaluation. Pure functions of state and batch."""
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -96,14 +97,17 @@ def train_step(
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(norm)
 
-    def apply(params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
+    def apply(carry: Any) -> Any:
+        _, params, opt_state, _ = carry
         updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, group_norms("update", updates)
+        updates = jax.lax.optimization_barrier(updates)  # formed once, for norm and sum
+        return jnp.bool_(False), optax.apply_updates(params, updates), opt_state, group_norms("update", updates)
 
-    def keep(params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
-        return params, opt_state, jax.tree.map(jnp.zeros_like, group_norms("update", params))
-
-    params, opt_state, update_norms = jax.lax.cond(finite, apply, keep, state.params, state.opt_state)
+    # A loop of at most one turn and not a `cond`: what a loop carries is written where it stands, a branch has its own copy.
+    none = jax.tree.map(jnp.zeros_like, jax.eval_shape(functools.partial(group_norms, "update"), state.params))
+    _, params, opt_state, update_norms = jax.lax.while_loop(
+        lambda carry: carry[0], apply, (finite, state.params, state.opt_state, none)
+    )
     skipped = state.skipped + ~finite
     metrics = {f"train/{name}": value for name, value in losses.items()}
     metrics |= {
