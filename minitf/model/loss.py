@@ -20,7 +20,8 @@ from minitf.sharding import by_shard
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     z_loss: float | None = None  # weight of the mean squared log-partition (PaLM, arXiv:2204.02311); None: not formed
-    chunk: int | None = 256  # positions whose logits exist at once; None: all
+    # Positions whose logits exist at once; None: all. In 16-bit types a head's gradient is rounded after each: few are better.
+    chunk: int | None = 256
 
 
 class Parts(NamedTuple):
@@ -61,7 +62,7 @@ def token_sums(w: jax.Array, parts: Parts, cfg: ModelConfig) -> Sums:
 
 
 def with_gradient(w: jax.Array, parts: Parts, z: float, cfg: ModelConfig) -> tuple[Sums, jax.Array, jax.Array]:
-    """(sums, gradient by x [B, C, D], gradient by w as each shard of the batch has it, float32 [shards, *w.shape]), of the sum of
+    """(sums, gradient by x [B, C, D], gradient by w as each shard of the batch has it, [shards, *w.shape]), of the sum of
     loss + z * z_loss over all rows."""
     s = scores(w, parts, cfg)
     # d loss / d logits = softmax - one-hot; d log_partition^2 / d logits = 2 log_partition softmax.
@@ -76,7 +77,10 @@ def with_gradient(w: jax.Array, parts: Parts, z: float, cfg: ModelConfig) -> tup
     def by_w(x: jax.Array, d: jax.Array) -> jax.Array:
         a, b = (d, x) if cfg.tie_embeddings else (x, d)
         rows = lambda t: t.reshape(-1, t.shape[-1])
-        return jax.lax.dot_general(rows(a), rows(b), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        dw = jax.lax.dot_general(rows(a), rows(b), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return dw.astype(
+            w.dtype
+        )  # the sum over chunks too: whole, and in float32, it would be a model's largest buffer
 
     return sums_of(s, parts.weights), dx, by_shard(by_w, parts.x, d)
 
@@ -132,7 +136,7 @@ def head_loss_fwd(w: jax.Array, parts: Parts, z: float, cfg: ModelConfig, chunk:
         )
     )
     (sums, dw), dx = in_chunks(one, zero, parts, chunk)
-    return (objective(sums, z), sums), (jnp.sum(dw, axis=0).astype(w.dtype), dx)
+    return (objective(sums, z), sums), (jnp.sum(dw, axis=0), dx)
 
 
 def head_loss_bwd(z: float, cfg: ModelConfig, chunk: int | None, kept: Any, cotangents: Any) -> tuple[jax.Array, Parts]:
