@@ -390,7 +390,7 @@ def attention(
             mask = Mask(mask.window, times=times)
     rate = ctx.dropout_rate if cfg.dropout is None else cfg.dropout
     y_BSHK = mix(q_BSHK, k_BSGK, v_BSGK, mask, cfg, ctx.dropout_keys_B, rate)
-    return linear(y_BSHK, params["o"], params.get("o_bias"), inputs=2), stacks
+    return checkpoint_name(linear(y_BSHK, params["o"], params.get("o_bias"), inputs=2), "o"), stacks
 
 
 ATTENTION = {

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 
 def matmul(x: jax.Array, w: jax.Array, inputs: int = 1, *, transposed: bool = False, **kwargs) -> jax.Array:
@@ -82,4 +83,5 @@ def dropout(keys_B: jax.Array, x: jax.Array, rate: float) -> jax.Array:
     """Zeroes elements of x [B, ...] with probability `rate` and scales the rest; one key a row, so that a row's mask
     depends on neither its place in a batch nor the mesh."""
     keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[1:]))(keys_B)
+    keep = checkpoint_name(keep, "dropout")
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype)).astype(x.dtype)

@@ -107,8 +107,9 @@ POSITIONS = {
 
 policies = jax.checkpoint_policies
 kept = policies.save_only_these_names
-REMAT: dict[str, Callable | None] = {  # names are those of `checkpoint_name`; a block's input is kept by all
-    "none": None,  # keep all
+REMAT: dict[str, Callable] = {  # names are those of `checkpoint_name`; a block's input is kept by all
+    # No product with a weight is done again, only what is between them: to keep that too takes longer than to form it twice.
+    "none": kept("q", "k", "v", "context", "o", "attention_out", "gate", "up", "down", "dropout"),
     "full": policies.nothing_saveable,  # nothing else
     "dots": policies.dots_with_no_batch_dims_saveable,  # the results of products with weights
     "context": kept("context"),  # what attention mixes, so that it is not done again
@@ -125,7 +126,7 @@ REMAT: dict[str, Callable | None] = {  # names are those of `checkpoint_name`; a
 
 def rematerialised(f: Callable, remat: str) -> Callable:
     # Inside a scan nothing can be merged across iterations, so the guard against that only costs.
-    return f if REMAT[remat] is None else jax.checkpoint(f, policy=REMAT[remat], prevent_cse=False)
+    return jax.checkpoint(f, policy=REMAT[remat], prevent_cse=False)
 
 
 # ---- declarations
@@ -226,7 +227,7 @@ def block(params: Any, x: jax.Array, cfg: ModelConfig, kind: Layer, ctx: Context
     keys = ctx.dropout_keys_B
     inner = ctx._replace(dropout_keys_B=fold(keys, ATTENTION_WEIGHTS))
     y, stacks = attention(params["attention"], norm("attention_norm", x), cfg.attention, inner, kind)
-    x = x + drop(post("attention_post_norm", y), keys, ATTENTION_OUT, cfg.dropout)
+    x = checkpoint_name(x + drop(post("attention_post_norm", y), keys, ATTENTION_OUT, cfg.dropout), "attention_out")
     y = MLP[cfg.mlp.kind].apply(params["mlp"], norm("mlp_norm", x), cfg.mlp)
     return x + drop(post("mlp_post_norm", y), keys, MLP_OUT, cfg.dropout), stacks
 
