@@ -77,6 +77,7 @@ class Config:
     profile: tuple[int, int] | None = (
         None  # (first step, steps) that process 0 traces for TensorBoard and tools.profile_summary; None: none
     )
+    keep_memory: bool = False  # what a step frees stays with the process, which grows: see memory.py
     compilation_cache: str | None = None  # directory of compiled programs; None: beside the work directory; none: off
     compiler_options: CompilerOptions = CompilerOptions()
     mesh: MeshConfig = MeshConfig()

@@ -23,7 +23,7 @@ import numpy as np
 from etils import epath
 
 import minitf
-from minitf import checksum, distributed, run, sharding
+from minitf import checksum, distributed, memory, run, sharding
 from minitf import config as config_lib
 from minitf import params as P
 from minitf.checkpoint import Checkpoints, DamagedError, SaveError, versions
@@ -629,6 +629,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         workdir = run.resolve(args.workdir or f"runs/{Path(args.config.partition(':')[0]).stem}")
         use_compilation_cache(cfg.compilation_cache, workdir)
+        if cfg.keep_memory:
+            memory.keep_freed()
         with start_up.phase("processes"):
             distributed.start(cfg.distributed, args)
     except ValueError as e:

@@ -227,6 +227,7 @@ def test_modules_import_only_what_stands_above_them():
         *(
             "tables",
             "hlo",
+            "memory",
             "params",
             "checksum",
             "cluster",

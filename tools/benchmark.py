@@ -34,6 +34,7 @@ import numpy as np
 from etils import epath
 
 from minitf import config as config_lib
+from minitf import memory
 from minitf import params as P
 from minitf.checkpoint import CheckpointConfig, Checkpoints
 from minitf.config import Config
@@ -79,6 +80,13 @@ def start(job: Job) -> Bench:
     with surroundings(job.mesh, job.cfg.model.dtype):
         state = functions.init(jax.random.key(job.cfg.seed))
     return Bench(job, step, seconds, itertools.chain([first], batches), state)
+
+
+def begun(cfg: Config) -> Bench:
+    """As `minitf.train` begins."""
+    if cfg.keep_memory:
+        memory.keep_freed()
+    return start(prepare(cfg))
 
 
 def facts(bench: Bench) -> dict[str, Any]:
@@ -164,7 +172,7 @@ def worker() -> None:
     """Serves a config's facts, then for each number N the times of N steps."""
 
     def begin(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str, Any]]]:
-        bench = start(prepare(config_lib.freeze(config)))
+        bench = begun(config_lib.freeze(config))
         return facts(bench), functools.partial(run, bench)
 
     serve(begin)
@@ -514,11 +522,11 @@ def main(argv: list[str] | None = None) -> int:
             directory = resolve(args.saves, "--saves")
             if directory.exists():
                 raise ValueError(f"--saves {directory}: exists already")
-            result = saving(start(prepare(cfg)), directory, args.steps, args.rounds)
+            result = saving(begun(cfg), directory, args.steps, args.rounds)
             text = table({name: result}, SAVING_ROWS)
         else:
             ((name, cfg),) = configs.items()
-            bench = start(prepare(cfg))
+            bench = begun(cfg)
             fixed = facts(bench)
             run(bench, WARM_UP)
             result = summary(fixed, [run(bench, args.steps)])
