@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ from minitf.model.attention import AttentionConfig, Mask
 from minitf.model.transformer import REMAT, flops_per_token, hidden, model, model_params
 
 # Those that run here, and with segments.
-KERNELS = ("reference", "xla")
+KERNELS = ("reference", "blocked", "xla")
 
 
 def tokens(cfg, rows=2, seed=0):
@@ -81,19 +82,36 @@ def test_P51_consecutive_query_heads_share_a_key_value_head(kernel):
     np.testing.assert_allclose(y[0, -1, :, 0], [10, 10, 20, 20], rtol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5])
+# 300 positions are three blocks of queries for blocked, the last one shorter.
+@pytest.mark.parametrize(("kernel", "length"), [("xla", 16), ("blocked", 16), ("blocked", 300)])
+@pytest.mark.parametrize("window", [None, 1, 5, 150])
 @pytest.mark.parametrize("segmented", [False, True])
-def test_kernels_agree_in_value_and_gradient(window, segmented):
+def test_kernels_agree_in_value_and_gradient(kernel, length, window, segmented):
     keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, out = (jax.random.normal(key, (2, 16, heads, 8)) for key, heads in zip(keys, (4, 2, 2, 4), strict=True))
-    segments = jnp.repeat(jnp.asarray([[0, 1, 2], [3, 3, 4]]), jnp.asarray([4, 7, 5]), axis=1) if segmented else None
+    q, k, v, out = (
+        jax.random.normal(key, (2, length, heads, 8)) for key, heads in zip(keys, (4, 2, 2, 4), strict=True)
+    )
+    segments = jnp.stack([jnp.arange(length) // 7, jnp.arange(length) // 140]) if segmented else None
 
-    def run(kernel):
-        f = lambda q, k, v: attention.mix(q, k, v, Mask(window, segments), AttentionConfig(implementation=kernel))
-        y, vjp = jax.vjp(f, q, k, v)
-        return {"y": y, "grads": vjp(out)}
+    def run():
+        cfg = AttentionConfig(implementation=kernel, scale=0.3, softcap=None if kernel == "xla" else 2.0)
+        compared = dataclasses.replace(cfg, implementation="reference")
+        mixed = lambda cfg: lambda q, k, v: attention.mix(q, k, v, Mask(window, segments), cfg)
+        y, vjp = jax.vjp(jax.jit(mixed(cfg)), q, k, v)
+        expected, vjp_expected = jax.vjp(jax.jit(mixed(compared)), q, k, v)
+        return {"y": y, "grads": vjp(out)}, {"y": expected, "grads": vjp_expected(out)}
 
-    assert_close(run("xla"), run("reference"), 1e-5)
+    assert_close(*run(), 1e-5)
+
+
+def test_blocked_forms_near_half_of_the_square():
+    q = jax.ShapeDtypeStruct((1, 1024, 1, 64), jnp.float32)
+
+    def flops(kernel):
+        f = lambda q, k, v: attention.mix(q, k, v, Mask(), AttentionConfig(implementation=kernel))
+        return jax.jit(f).lower(q, q, q).compile().cost_analysis()["flops"]
+
+    assert flops("blocked") < 0.6 * flops("reference")
 
 
 # ---- positions
@@ -155,7 +173,7 @@ def test_P11_softmax_norms_logits_and_loss_are_float32_in_bfloat16_compute(kerne
     assert {dtype for dtype, _ in products if dtype != "float32"} == {"bfloat16"}
     wide = [out for dtype, out in products if dtype == "bfloat16" and str(out.dtype) == "float32"]
     assert any(out.shape[-1] == cfg.model.vocab_size for out in wide)  # logits
-    assert any(out.shape.count(16) == 2 and 64 not in out.shape for out in wide)  # scores
+    assert any(out.size == 8 * 4 * 16 * 16 and 64 not in out.shape for out in wide)  # scores
     assert {str(e.outvars[0].aval.dtype) for e in by_name["scan"] if e.outvars} == {"bfloat16"}  # the residual stream
 
 
