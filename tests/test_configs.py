@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from common import ROOT
 
@@ -32,9 +34,18 @@ def test_parameter_counts(file, count):
     assert params.count(model_params(load(file).model))["total"] == count
 
 
-def test_char_cpu_has_nanogpts_count_on_65_symbols():
-    cfg = load("char_cpu.py")
-    import dataclasses
-
+def count_on_65_symbols(cfg):
     sized = dataclasses.replace(cfg.model, vocab_size=65, max_seq_len=cfg.seq_len)
-    assert params.count(model_params(sized))["total"] == 804_096
+    return params.count(model_params(sized))["total"]
+
+
+@pytest.mark.parametrize(("file", "count"), [("char_cpu.py", 804_096), ("char_fast.py", 449_664)])
+def test_parameter_counts_on_65_symbols(file, count):
+    assert count_on_65_symbols(load(file)) == count
+
+
+def test_char_fast_compares_with_char_cpu():
+    fast, cpu = load("char_fast.py"), load("char_cpu.py")
+    assert count_on_65_symbols(fast) <= count_on_65_symbols(cpu)
+    # Both are scored on the same data in the same windows.
+    assert (fast.data, fast.seq_len, fast.eval_batches) == (cpu.data, cpu.seq_len, cpu.eval_batches)
