@@ -1,13 +1,12 @@
 """tools.benchmark: what it measures, two sides in turns, and a mistake in its arguments."""
 
-import dataclasses
 import json
 
 import pytest
 from common import ROOT, launch, run_module, text_config
 
 from minitf import config
-from tools import benchmark_generate, peer_nanogpt
+from tools import benchmark_generate, peers
 
 FIELDS = (
     "tokens_per_s tokens_per_s_best step_time_s step_time_s_best cpu_time_per_step_s mfu mfu_causal peak_flops compile_s "
@@ -100,7 +99,7 @@ def gpt_of(file, *overrides):
     cfg = config.load_file(str(ROOT / file))
     for name, value in overrides:
         cfg.update_from_flattened_dict({name: value})
-    return peer_nanogpt.gpt_config(dataclasses.asdict(config.freeze(cfg)), 65)
+    return peers.gpt_config(config.freeze(cfg), 65)
 
 
 def test_the_peer_has_the_shape_of_the_config():
@@ -120,6 +119,23 @@ def test_a_directory_that_is_no_peer_is_refused(tmp_path):
     done = benchmark("--peer", str(tmp_path))
     assert done.returncode == 2
     assert f"--peer {tmp_path}: no checkout of nanoGPT" in done.stderr
+
+
+@pytest.mark.slow
+def test_transformers_takes_turns_with_the_family_that_expresses_the_config():
+    pytest.importorskip("transformers", reason="the extra parity")
+    result = measured(
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--config.model.positions=rope",
+        "--config.model.mlp.kind=swiglu",
+        "--peer",
+        "transformers",
+    )
+    assert result["b"]["parameters"] == result["a"]["parameters"]
+    assert result["ratio"]["median"] > 0
 
 
 # ---- decoding

@@ -4,6 +4,7 @@ python -m tools.benchmark --config configs/tiny.py
 python -m tools.benchmark --config configs/tiny.py --against configs/tutorial.py
 python -m tools.benchmark --config configs/tiny.py --against.model.remat=full --rounds 9
 python -m tools.benchmark --config configs/char_cpu.py --config.data.path=FILE --peer NANOGPT
+python -m tools.benchmark --config configs/gpt2_124m.py:original ... --peer transformers
 python -m tools.benchmark --config configs/tiny.py --depths 4,48
 python -m tools.benchmark --config configs/tiny.py --saves runs/saves --steps 50
 
@@ -46,6 +47,7 @@ from minitf.state import TrainState
 from minitf.step import Batch
 from minitf.train import Job, Program, about, implementation, prepare, program, training_batches
 
+TRANSFORMERS = "transformers"  # as a --peer
 WARM_UP = 2  # steps before the first that counts
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in one unit of ru_maxrss
 
@@ -246,12 +248,12 @@ def ours(cfg: Config) -> Start:
     return lambda name, _: Side(name, ["tools.benchmark", "--worker"], dataclasses.asdict(cfg))
 
 
-def nanogpt(directory: str, cfg: Config) -> Start:
-    """nanoGPT's step of the same shape; what both must have in common is the first side's."""
+def peer(where: str, cfg: Config) -> Start:
+    """Another trainer's step of the same shape; what both must have in common is the first side's."""
 
     def start(name: str, first: dict[str, Any]) -> Side:
-        request = {"directory": directory, "config": dataclasses.asdict(cfg), "vocab_size": first["vocab_size"]}
-        side = Side(name, ["tools.peer_nanogpt"], request)
+        request = {"peer": where, "config": dataclasses.asdict(cfg), "vocab_size": first["vocab_size"]}
+        side = Side(name, ["tools.peers"], request)
         shared = "tokens_per_step flops_per_token flops_per_token_causal peak_flops peak_source cores".split()
         side.facts |= {key: first[key] for key in shared}
         return side
@@ -453,7 +455,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--against", metavar="FILE", help="a second one, in turns (default where --against.NAME is given: the first)"
     )
     parser.add_argument(
-        "--peer", metavar="DIR", help="a checkout of nanoGPT: its step of the same shape, in turns (extra parity)"
+        "--peer",
+        metavar="DIR",
+        help="a checkout of nanoGPT, or transformers: its step of the same shape, in turns (extra parity)",
     )
     parser.add_argument(
         "--depths", type=depths, metavar="N,N", help="compile at these numbers of layers, and run nothing"
@@ -505,7 +509,7 @@ def main(argv: list[str] | None = None) -> int:
         starts = {name: ours(cfg) for name, cfg in configs.items()}
         if args.peer:
             ((_, cfg),) = configs.items()
-            starts["B: nanoGPT"] = nanogpt(args.peer, cfg)
+            starts[f"B: {TRANSFORMERS if args.peer == TRANSFORMERS else 'nanoGPT'}"] = peer(args.peer, cfg)
         if len(starts) == 2:
             result = compare(starts, args.steps, args.rounds)
             text = f"{table(dict(zip(starts, (result['a'], result['b']), strict=True)))}\n\n"
