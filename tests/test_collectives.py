@@ -45,14 +45,16 @@ def implied(job):
     wide = lambda axes: tuple(a for a in axes if sizes[a] > 1)
     batch, shards = wide(sharding.BATCH), sharding.batch_shards(job.mesh)
     activation = cfg.batch_size // shards * cfg.seq_len * cfg.model.dim * 4
-    again = cfg.model.remat == "full"  # the backward pass gathers weights and forms products anew
+    again = cfg.model.remat == "full"  # the backward pass forms products anew
     budget = Counter()
     for p in declarations(job.specs):
         layers = math.prod(p.stack)
         split = lambda axes: sizes["tensor"] > 1 and "tensor" in {RULES[a] for a in axes}
         whole = p.size // layers * 4 // (sizes["tensor"] if split(p.axes) else 1)
         if sizes["fsdp"] > 1:
-            budget["all-gather", ("fsdp",), whole] += layers * (2 if again and p.stack else 1)
+            budget["all-gather", ("fsdp",), whole] += layers * (
+                2 if p.stack else 1
+            )  # a block's again for the backward pass
         if batch:
             budget["all-reduce", batch, whole] += layers  # its gradient; XLA's CPU compiler scatters none
         taken, given = (p.axes[:1], ()) if p.kind == "embedding" else (p.axes[: p.inputs], p.axes[p.inputs :])
@@ -70,7 +72,7 @@ def sent(job):
     compiled, _ = plan.compile_step(job)
     module = hlo.parse(compiled.as_text())
     run = hlo.runs(module)
-    assert run.unknown == ()
+    assert len(run.unknown) <= 1  # the update, which runs at most once
     found, small = Counter(), 0
     for c in hlo.collectives(module, run, job.mesh.shape):
         for array in hlo.elements(c.instruction.shape):  # the compiler joins several into one

@@ -37,7 +37,7 @@ def test_shapes_have_the_parameters_that_they_are_named_for():
 
 def test_attention_is_right_and_what_cannot_run_here_is_named():
     found = gpu_check.correctness(SMALL)
-    assert found["right"] == {"reference": True, "xla": True}
+    assert found["right"] == {"reference": True, "blocked": True, "xla": True}
     assert found["skipped"] == {
         name: f"it runs on {kind}, this is cpu" for name, kind in (("cudnn", "gpu"), ("splash", "tpu"))
     }
@@ -50,7 +50,7 @@ def test_wrong_attention_is_seen(monkeypatch):
     blind = lambda q, k, v, mask, *rest: attention.jax_mix("xla", q, k, v, mask._replace(window=None), *rest[:1])
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "xla", attention.Kernel(blind))
     found = gpu_check.correctness(SMALL)
-    assert found["right"] == {"reference": True, "xla": False}
+    assert found["right"] == {"reference": True, "blocked": True, "xla": False}
     assert "WRONG" in gpu_check.line("attention", found)
 
 

@@ -41,8 +41,10 @@ NEEDS = Needs(dtype="bfloat16", length=256, head_dim=128)
 @pytest.mark.parametrize(
     ("platform", "needs", "chosen"),
     [
-        ("cpu", {}, "xla"),
-        ("cpu", dict(softcap=True), "reference"),
+        ("cpu", {}, "blocked"),
+        ("cpu", dict(softcap=True, segments=True), "blocked"),
+        ("cpu", dict(cached=True), "xla"),
+        ("cpu", dict(cached=True, softcap=True), "reference"),
         ("cpu", dict(dropout=True), "reference"),
         ("gpu", {}, "cudnn"),
         ("gpu", dict(dtype="float32"), "xla"),
@@ -113,7 +115,7 @@ def test_the_kernel_of_a_step_follows_the_devices_of_its_mesh():
     cfg = change(TINY, seq_len=256, model__max_seq_len=256)
     here = make_mesh("1")
     there = jax.sharding.Mesh(np.array([[[Tpu()]]]), sharding.AXES)
-    assert train.implementation(cfg, here) == "xla"
+    assert train.implementation(cfg, here) == "blocked"
     assert train.implementation(cfg, there) == "splash"
     dropping = change(cfg, model__dropout=0.1)
     assert train.implementation(dropping, there) == "reference"

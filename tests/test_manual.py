@@ -100,9 +100,9 @@ def assert_same(found, expected, tolerance):
         ("dropout", "8x1x1", None),
         ("dropout", "1x8x1", None),
         ("dropout", "1x8x1", 4),
-        ("tied", "2x4x1", 2),
-        ("pattern", "2x4x1", None),
-        ("accumulation", "2x4x1", 2),
+        pytest.param("tied", "2x4x1", 2, marks=pytest.mark.slow),
+        pytest.param("pattern", "2x4x1", None, marks=pytest.mark.slow),
+        pytest.param("accumulation", "2x4x1", 2, marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_gradients_are_those_of_one_device(name, mesh, inner):
@@ -110,6 +110,7 @@ def test_losses_and_gradients_are_those_of_one_device(name, mesh, inner):
     assert_same(results(cfg, mesh), on_one_device(name), 1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_as_its_rounding():
     cfg = config("accumulation", model__dtype="bfloat16")
     assert_same(results(*by_hand(cfg, "2x4x1", 2)), results(cfg, make_mesh("2x4x1")), 3e-2)
