@@ -22,7 +22,6 @@ def get_config():
     c.data.val_fraction = 0.1
     c.model.dim = 96  # with so little time more steps are worth more than a wider model
     c.model.num_layers = 4
-    c.model.unroll = 4  # quicker steps on a CPU, longer to compile
     c.model.attention.num_heads = 4
     c.model.attention.qk_norm = True
     c.model.mlp.kind = "relu_squared"
