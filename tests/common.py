@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ MESHES = {  # name -> sizes of (data, fsdp, tensor)
     "2x2x2": (2, 2, 2),
     "1x2x4": (1, 2, 4),
 }
+
+
+def slow(names: Iterable[str], *, but: Collection[str] = ()) -> list:
+    """Parameters of a test: all but a few of them only in the slow suite."""
+    return [name if name in but else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
 
 # The cases' standard set-up: vocabulary 64, width 16, two blocks, 4 query and 2 key/value heads of size 4.
 TINY = Config(

@@ -115,6 +115,7 @@ def test_a_config_that_the_peer_cannot_express_is_refused_by_setting():
         gpt_of("configs/char_cpu.py", ("accumulation", 2))
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_no_peer_is_refused(tmp_path):
     done = benchmark("--peer", str(tmp_path))
     assert done.returncode == 2

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import TINY, assert_close, change, make_mesh, random_batch, random_params, topology
+from common import TINY, assert_close, change, make_mesh, random_batch, random_params, slow, topology
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core import Var
@@ -213,7 +213,7 @@ def reference_gradients():
     return jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))(random_params(cfg.model), random_batch(cfg))
 
 
-@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("remat", slow(REMAT, but=("context",)))
 def test_training_on_a_mesh_with_each_remat_policy_equals_the_reference(remat, interpreted):
     cfg, mesh = model_config(model__remat=remat), make_mesh("2x2x2")
     params = jax.device_put(random_params(cfg.model), sharding.shardings(model_params(cfg.model), mesh))
@@ -265,7 +265,7 @@ SAVED = {  # policy -> elements of a layer that it keeps for one row, besides th
 
 
 @pytest.mark.parametrize("mesh", ["1", "2x2x2"])
-@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("remat", slow(REMAT, but=("none", "context")))
 def test_what_splash_gives_is_kept_once_and_its_forward_pass_not_done_again(remat, mesh):
     cfg = model_config(model__remat=remat)
     assert (cfg.model.num_layers, cfg.model.mlp.hidden) == (L, 32)
@@ -285,7 +285,7 @@ def test_what_splash_gives_is_kept_once_and_its_forward_pass_not_done_again(rema
 
 
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow(("float32", "bfloat16"), but=("bfloat16",)))
 def test_splash_compiles_for_every_tpu(name, dtype):
     devices = topology(name)
     mesh = sharding.make_mesh(sharding.MeshConfig(data=len(devices) // 2, fsdp=1, tensor=2), devices)

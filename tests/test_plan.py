@@ -8,7 +8,7 @@ import sys
 
 import jax
 import pytest
-from common import ROOT, TINY, arguments, change, run_module
+from common import ROOT, TINY, arguments, change, run_module, slow
 
 from minitf import config, hlo, plan, sharding, topology, train
 from minitf import params as P
@@ -38,7 +38,7 @@ def planned(name, cfg=TOY):
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", topology.TPUS)
+@pytest.mark.parametrize("kind", slow(topology.TPUS, but=("v5e",)))
 def test_a_plan_adds_up_on_every_generation(kind):
     p = planned(SMALLEST[kind])
     n, count = p["devices"], P.count(model_params(TOY.model))["total"]

@@ -266,6 +266,7 @@ def test_P41_only_ids_of_the_tokenizer_are_drawn():
     assert all(len(c.text) == 500 for c in found)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
