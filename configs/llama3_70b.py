@@ -7,43 +7,17 @@ devices by default. Not yet run at this size; what it needs on devices that are 
 python -m minitf.plan --config configs/llama3_70b.py --topology v5p:8x8x8
 """
 
+from pathlib import Path
+
 from minitf import config
 
 
 def get_config():
-    c = config.default()
-    c.steps = 500_000
-    c.batch_size = 512
-    c.seq_len = 8192
-    c.log_every = 10
-    c.eval_every = 1000
-    c.eval_batches = 10
-    c.data.kind = "tokens"
-    c.data.path = "data/llama3"
-    c.data.token_dtype = "uint32"
-    c.data.eos_id = 128_001
-    c.data.isolate_documents = True
-    c.model.vocab_size = 128_256
-    c.model.max_seq_len = 8192
+    c = config.load_file(str(Path(__file__).with_name("llama3_8b.py")))
     c.model.dim = 8192
     c.model.num_layers = 80
     c.model.attention.num_heads = 64
-    c.model.attention.num_kv_heads = 8
-    c.model.attention.rope_base = 500_000.0
-    c.model.mlp.kind = "swiglu"
     c.model.mlp.hidden = 28_672
-    c.model.norm = "rms_norm"
-    c.model.norm_eps = 1e-5
-    c.model.positions = "rope"
-    c.model.init = "gpt2"
-    c.model.dtype = "bfloat16"
-    c.model.remat = "full"
-    c.loss.chunk = 2048
     c.optimizer.learning_rate = 1.5e-4
     c.optimizer.end_learning_rate = 1.5e-5
-    c.optimizer.warmup_steps = 2000
-    c.optimizer.b1 = 0.9
-    c.optimizer.b2 = 0.95
-    c.optimizer.weight_decay = 0.1
-    c.optimizer.clip_norm = 1.0
     return c
