@@ -51,10 +51,7 @@ def gpt_config(cfg: Config, vocab_size: int) -> dict[str, Any]:
 
 
 def nanogpt(where: str, cfg: Config, vocab_size: int) -> Peer:
-    directory = Path(where).expanduser()
-    if not (directory / "model.py").is_file():
-        raise ValueError(f"--peer {directory}: no checkout of nanoGPT: it has no model.py")
-    sys.path.insert(0, str(directory))
+    sys.path.insert(0, str(Path(where).expanduser()))
     from model import GPT, GPTConfig
 
     model = GPT(GPTConfig(**gpt_config(cfg, vocab_size)))
@@ -84,11 +81,13 @@ def transformers(where: str, cfg: Config, vocab_size: int) -> Peer:
 
 
 def begin(request: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str, Any]]]:
+    cfg, where, vocab_size = config_lib.freeze(request["config"]), request["peer"], request["vocab_size"]
+    if where != TRANSFORMERS and not (Path(where).expanduser() / "model.py").is_file():
+        raise ValueError(f"--peer {where}: no checkout of nanoGPT: it has no model.py")
     try:
         import torch
     except ImportError:
         raise ValueError("--peer needs PyTorch: pip install '.[parity]'") from None
-    cfg, where, vocab_size = config_lib.freeze(request["config"]), request["peer"], request["vocab_size"]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     model, loss_of, optimizer = (transformers if where == TRANSFORMERS else nanogpt)(where, cfg, vocab_size)
