@@ -83,14 +83,19 @@ def measured_flops(dtype: str = "float32", repeats: int = 5) -> float:
     return 2 * n**3 / min(times)
 
 
+def listed_flops(devices: list, dtype: str) -> float | None:
+    """FLOP/s of all devices together by the table; None where it does not say. Products in float32 are full ones (`precision`): 6 to
+    30 times slower than the table says, which would hide how busy a device is."""
+    flops = PEAK_FLOPS.get(devices[0].device_kind)
+    return None if flops is None or dtype == "float32" else flops * len(devices)
+
+
 def peak_flops(devices: list, dtype: str) -> float:
     """FLOP/s of all devices together: from the table, else measured, by every process at the same time. Outside a mesh, which
     would do each product on all devices."""
-    kind = devices[0].device_kind
-    # Products in float32 are full ones (`precision`): 6 to 30 times slower than the table says, which would hide how busy a
-    # device is.
-    if kind in PEAK_FLOPS and dtype != "float32":
-        return PEAK_FLOPS[kind] * len(devices)
+    listed = listed_flops(devices, dtype)
+    if listed is not None:
+        return listed
     # CPU devices share a machine, and so may processes, which measure at the same time.
     return measured_flops(dtype) * (jax.process_count() if devices[0].platform == "cpu" else len(devices))
 

@@ -32,6 +32,7 @@ from minitf.metrics import DEVICES, Device, GiB, human
 from minitf.model.attention import sizes
 from minitf.model.transformer import REMAT, flops_per_token
 from minitf.step import Batch
+from minitf.tables import columns
 
 DOES_NOT_FIT = 1  # exit status; 2: a mistake in settings, as everywhere
 KERNEL_EFFICIENCY = 0.5  # share of peak FLOP/s that an attention kernel is taken to reach
@@ -379,17 +380,6 @@ def gib(n: float) -> str:
 def gb(n: float) -> str:
     """Of what is sent."""
     return f"{human(n)}B"
-
-
-def columns(lines: list[tuple[str, ...]]) -> list[str]:
-    """The first column to the left, the others to the right."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return [
-        "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
 
 
 def fit(p: dict[str, Any]) -> str:

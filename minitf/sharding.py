@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from minitf import params as P_
 from minitf.params import Param
+from minitf.tables import columns
 
 AXES = ("data", "fsdp", "tensor")
 # A mesh may have two axes in the place of fsdp: see `inner_size`. Whatever names AXES goes through `laid` or `sizes_of`.
@@ -442,9 +443,4 @@ def table(specs: Any, mesh: Mesh) -> str:
         spec = ", ".join("-" if m is None or sizes_of(mesh)[m] == 1 else m for m in partition(p))
         rows.append((name, "x".join(map(str, p.full_shape)), p.dtype, f"({spec})", f"{n:,}"))
     rows.append(("total", "", "", "", f"{total:,}"))
-    widths = [max(len(r[i]) for r in rows) for i in range(5)]
-    lines = [
-        "  ".join(c.rjust(w) if i == 4 else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
-        for r in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(columns(rows, left=4))

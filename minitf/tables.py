@@ -1,8 +1,8 @@
-"""Choices: every choice is a dict from a name to functions; these helpers look one up and check what it reads."""
+"""Choices: every choice is a dict from a name to functions; these helpers look one up and check what it reads. And tables as text."""
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -33,3 +33,13 @@ def check_unread(prefix: str, cfg: Any, table: Mapping[str, Any], chosen: Iterab
             raise ValueError(
                 f"{prefix}.{field.name}={value!r} has no effect with {kinds}; it is read by {', '.join(readers)}"
             )
+
+
+def columns(lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Rows of cells as text: the first so many columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def cell(i: int, text: str) -> str:
+        return text.ljust(widths[i]) if i < left else text.rjust(widths[i])
+
+    return ["  ".join(cell(i, text) for i, text in enumerate(line)).rstrip() for line in lines]

@@ -39,12 +39,13 @@ from minitf import memory
 from minitf import params as P
 from minitf.checkpoint import CheckpointConfig, Checkpoints
 from minitf.config import Config
-from minitf.metrics import PEAK_FLOPS, human, peak_flops
+from minitf.metrics import human, listed_flops, peak_flops
 from minitf.model.transformer import flops_per_token, model_params
 from minitf.run import resolve
 from minitf.sharding import surroundings
 from minitf.state import TrainState
 from minitf.step import Batch
+from minitf.tables import columns
 from minitf.train import Job, Program, about, implementation, prepare, program, training_batches
 
 TRANSFORMERS = "transformers"  # as a --peer
@@ -107,9 +108,9 @@ def facts(bench: Bench) -> dict[str, Any]:
         "flops_per_token": flops_per_token(cfg.model, specs, cfg.seq_len),
         "flops_per_token_causal": flops_per_token(cfg.model, specs, cfg.seq_len, causal=True),
         "peak_flops": peak_flops(devices, cfg.model.dtype),
-        "peak_source": "data sheet, bfloat16"
-        if devices[0].device_kind in PEAK_FLOPS
-        else f"measured, {cfg.model.dtype}",
+        "peak_source": f"measured, {cfg.model.dtype}"
+        if listed_flops(devices, cfg.model.dtype) is None
+        else "data sheet, bfloat16",
         "compile_s": bench.compile_s,
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
@@ -406,17 +407,16 @@ ROWS = {
 }
 
 
-def table(columns: dict[str, dict[str, Any]], rows: dict[str, Any] = ROWS) -> str:
+def table(sides: dict[str, dict[str, Any]], rows: dict[str, Any] = ROWS) -> str:
     def cell(show: Callable[[dict[str, Any]], str], s: dict[str, Any]) -> str:
         try:
             return show(s)
         except KeyError:  # a peer has no such figure
             return "-"
 
-    lines = [("", *columns)] + [(label, *(cell(show, s) for s in columns.values())) for label, show in rows.items()]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-    for name, s in columns.items():
+    lines = [("", *sides)] + [(label, *(cell(show, s) for s in sides.values())) for label, show in rows.items()]
+    text = columns(lines, left=len(lines[0]))
+    for name, s in sides.items():
         if s.get("skipped_steps"):
             text.append(f"warning: {name}: {s['skipped_steps']} steps were not finite, and skipped their update")
     return "\n".join(text)

@@ -60,6 +60,12 @@ def score_scale(cfg: AttentionConfig, head_dim: int) -> float:
     return head_dim**-0.5 if cfg.scale is None else cfg.scale
 
 
+def scaled(q: jax.Array, cfg: AttentionConfig) -> jax.Array:
+    """Queries [..., K] of a kernel without a scale of its own. Rounded once: in bfloat16 the scale itself would be rounded too, the
+    same way for all."""
+    return (q.astype(jnp.float32) * score_scale(cfg, q.shape[-1])).astype(q.dtype)
+
+
 def qkvo_params(cfg: AttentionConfig, dim: int) -> dict[str, Param]:
     H, G, K = sizes(cfg, dim)
     specs = dict(
@@ -181,8 +187,7 @@ def blocked_mix(q, k, v, mask: Mask, cfg: AttentionConfig, keys_B, rate):
     never formed."""
     B, S, H, K = q.shape
     G = k.shape[2]
-    q = (q.astype(jnp.float32) * score_scale(cfg, K)).astype(q.dtype)
-    q, k, v = q.reshape(B, S, G, H // G, K).transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    q, k, v = scaled(q, cfg).reshape(B, S, G, H // G, K).transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
     size = max(128, -(-S // 8))  # the blocks are unrolled, so there are no more than eight
     parts = []
     for first in range(0, S, size):
@@ -252,11 +257,8 @@ def splash_mix(q, k, v, mask: Mask, cfg: AttentionConfig, keys_B, rate):
             attn_logits_soft_cap=cfg.softcap,
             residual_checkpoint_name="context",
         )
-        # It has no scale of its own. Rounded once: in bfloat16 the scale itself would be rounded too, the same way for all.
-        q_BSHK = (q_BSHK.astype(jnp.float32) * score_scale(cfg, K)).astype(q_BSHK.dtype)
-        heads_first = [
-            x.swapaxes(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK)
-        ]  # consecutive query heads share a key/value head
+        # Consecutive query heads share a key/value head.
+        heads_first = [x.swapaxes(1, 2) for x in (scaled(q_BSHK, cfg), k_BSGK, v_BSGK)]
         ids = None if segments_BS is None else kernel.SegmentIds(segments_BS, segments_BS)
         return jax.vmap(lambda q, k, v, ids: splash(q, k, v, segment_ids=ids))(*heads_first, ids).swapaxes(1, 2)
 

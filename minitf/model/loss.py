@@ -78,9 +78,8 @@ def with_gradient(w: jax.Array, parts: Parts, z: float, cfg: ModelConfig) -> tup
         a, b = (d, x) if cfg.tie_embeddings else (x, d)
         rows = lambda t: t.reshape(-1, t.shape[-1])
         dw = jax.lax.dot_general(rows(a), rows(b), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return dw.astype(
-            w.dtype
-        )  # the sum over chunks too: whole, and in float32, it would be a model's largest buffer
+        # The sum over chunks too: whole, and in float32, it would be a model's largest buffer.
+        return dw.astype(w.dtype)
 
     return sums_of(s, parts.weights), dx, by_shard(by_w, parts.x, d)
 
