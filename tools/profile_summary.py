@@ -9,12 +9,13 @@ Transfers that a TPU does beside its operations are left out.
 
 import argparse
 import bisect
+import functools
 import json
 import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,8 +80,8 @@ COSTLY = ("convolution", "dot", "custom-call", "sort", "scatter", "gather", "red
 
 
 def of_module(encoded: memoryview) -> dict[str, Instruction]:
-    """The instructions of a HloModuleProto by name; field numbers are those of xla/service/hlo.proto."""
-    computations = {c[5][0]: [decode(i) for i in c[2]] for c in map(decode, decode(encoded)[3])}
+    """The instructions of a HloProto by name; field numbers are those of xla/service/hlo.proto."""
+    computations = {c[5][0]: [decode(i) for i in c[2]] for c in map(decode, decode(decode(encoded)[1][0])[3])}
 
     def one(instruction: Message) -> Instruction:
         kind = text(instruction, 2)
@@ -94,7 +95,10 @@ def of_module(encoded: memoryview) -> dict[str, Instruction]:
     return {text(i, 1): one(i) for found in computations.values() for i in found}
 
 
-Programs = dict[str, dict[int, dict[str, Instruction]]]  # module's name -> program's id -> instruction's name
+Instructions = Callable[
+    [], dict[str, Instruction]
+]  # read when they are asked for: most programs of a process do not run again
+Programs = dict[str, dict[int, Instructions]]  # module's name -> program's id
 
 
 def instructions(xspace: bytes) -> Programs:
@@ -105,7 +109,7 @@ def instructions(xspace: bytes) -> Programs:
             described = decode(decode(entry)[2][0])
             module, program = named(text(described, 2))
             for proto in (p for stat in map(decode, described[5]) for p in stat[6]):
-                found[module][program] = of_module(decode(proto)[1][0])
+                found[module][program] = functools.cache(functools.partial(of_module, proto))
     return found
 
 
@@ -134,7 +138,8 @@ class Device(NamedTuple):
 def look_up(programs: Programs, module: str, program: int, name: str, stats: dict[str, Any]) -> Instruction:
     # A program out of the compilation cache may run under the id that it was compiled with.
     same_name = programs.get(module, {})
-    known = next((p[name] for p in (same_name.get(program, {}), *same_name.values()) if name in p), None)
+    first = [same_name[program]] if program in same_name else []
+    known = next((found[name] for p in (*first, *same_name.values()) if name in (found := p())), None)
     if known is None:  # the profile was made without HLO, or this is no instruction of XLA's
         known = Instruction(stats.get("hlo_category") or re.sub(r"[.\d]+$", "", name))
     return known._replace(source=known.source or stats.get("tf_op", ""))
