@@ -1,9 +1,10 @@
 """Scores a run's model on text: python -m minitf.evaluate --workdir DIR [--data PATH ...]
 
-Each document is scored alone: its first token is predicted from the token that ends a document, where the tokenizer has one, and
-a document longer than `context` in pieces of so many tokens, each knowing the last token of the one before and no more. The
-token that ends a document is not scored. So the figures depend on the model, the text and the context, not on how rows are
-packed; bits per byte, of the documents' bytes, compare across tokenizers.
+Each document is scored alone, framed as those that trained the model (data/frame.py): its first token is predicted from the start
+token, else from the token that ends a document, or not at all where training never did; and a document longer than `context` in
+pieces of so many tokens, each knowing the last token of the one before and no more. Start and end tokens are not scored. So the
+figures depend on the model, the text and the context, not on how rows are packed; bits per byte, of the documents' bytes, compare
+across tokenizers.
 """
 
 import argparse
@@ -21,8 +22,9 @@ from minitf import config as config_lib
 from minitf import run, sharding
 from minitf.config import Config
 from minitf.data import datasets, pipeline
+from minitf.data.frame import Frame
 from minitf.data.packing import PackedRows, best_fit, cut
-from minitf.data.store import MANIFEST, SPLITS, Joined, Store
+from minitf.data.store import MANIFEST, SPLITS, Joined, Replaced, Store
 from minitf.data.tokenizer import FILE, Tokenizer
 from minitf.model.transformer import with_any_kernel
 from minitf.sharding import MeshConfig
@@ -41,50 +43,67 @@ class Scored:
     text_bytes: int | None  # of what the pairs predict
 
 
-def documents_of(name: str, store: Store, eos: int | None, byte_lengths: np.ndarray | None) -> Scored:
-    """The documents of a store, each alone. `eos`: the token that ends a document; None: there is none, and each document's
-    first token is not scored."""
+def documents_of(
+    name: str, store: Store, written: Frame, frame: Frame, byte_lengths: np.ndarray | None, rows: int | None = None
+) -> Scored:
+    """The documents of a store, each alone. `written`: the frame that the store has; `frame`: the model's; `rows`: ids that the model
+    knows."""
     offsets = store.offsets
     if offsets is None:
-        ends = [] if eos is None else 1 + np.flatnonzero(np.asarray(store.ids[0 : len(store)]) == eos)
+        ends = [] if written.end is None else 1 + np.flatnonzero(np.asarray(store.ids[0 : len(store)]) == written.end)
         offsets = np.unique(np.r_[0, ends, len(store)]).astype(np.int64)
     begins, ends = offsets[:-1], offsets[1:]
     begins, ends = begins[ends > begins], ends[ends > begins]
+    id_at = lambda i: store.ids[i : i + 1][0]
+    if written.end is not None:  # the last document may be cut off
+        ends = ends - np.array([id_at(e - 1) == written.end for e in ends.tolist()], bool)
+    begins = begins + (written.opens is not None)
+    rows = store.vocab_size if rows is None else min(rows, store.vocab_size)
+    store = dataclasses.replace(store, offsets=None, vocab_size=rows)
     text_bytes = store.text_bytes if store.mask is None else None
-    if eos is None:
+    if frame.first is None:
         if text_bytes is not None:
-            first = np.array([store.ids[b : b + 1][0] for b in begins.tolist()], np.int64)
+            first = np.array([id_at(b) for b in begins.tolist()], np.int64)
             text_bytes = None if byte_lengths is None else text_bytes - int(byte_lengths[first].sum())
         return Scored(name, store, np.stack([begins, ends - begins - 1], axis=1), text_bytes)
-    # Every document's predecessor ends with eos, the first one's too when it is put before it.
-    closed = np.array([store.ids[e - 1 : e][0] == eos for e in ends.tolist()], bool)
-    before = lambda value, parts: Joined([np.array([value], np.uint32), parts])
-    store = dataclasses.replace(
-        store, ids=before(eos, store.ids), mask=None if store.mask is None else before(0, store.mask), offsets=None
+    # What stands before each document's text: its own start token, or the end of the document before; before the first, nothing yet.
+    before = written.end if written.opens is None else written.opens
+    if before is None:
+        if len(begins) > 1:
+            raise ValueError(
+                f"{name}: nothing stands between its documents, from which their first tokens could be predicted"
+            )
+        before = frame.first
+    joined = lambda value, parts: Joined([np.array([value], np.uint32), parts])
+    ids, mask = joined(before, store.ids), None if store.mask is None else joined(0, store.mask)
+    ids = ids if before == frame.first else Replaced(ids, before, frame.first)
+    # Moved by one, and begun one before.
+    return Scored(
+        name, dataclasses.replace(store, ids=ids, mask=mask), np.stack([begins, ends - begins], axis=1), text_bytes
     )
-    return Scored(name, store, np.stack([begins, ends - begins - closed], axis=1), text_bytes)
 
 
-def chosen(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | None) -> Iterator[Scored]:
-    """The datasets to score: stores or texts at the paths; without any, the run's own. Raises ValueError for what is not there."""
-    eos = cfg.data.eos_id if tokenizer is None else tokenizer.specials.get("eos")
-    lengths = None if tokenizer is None else tokenizer.byte_lengths
+def chosen(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | None, frame: Frame) -> Iterator[Scored]:
+    """The datasets to score: stores or texts at the paths; without any, the run's own. Raises ValueError for what is not there, and
+    for text with an id that the model has no row for."""
+    lengths, rows = None if tokenizer is None else tokenizer.byte_lengths, cfg.model.vocab_size
     if not paths:
-        for corpus in datasets.load_all(cfg.data, cfg.model.vocab_size):
+        for corpus in datasets.load_all(cfg.data, rows, lambda _: frame):
             store = getattr(corpus, split)
-            yield documents_of(corpus.name or f"{cfg.data.kind} ({split})", store, eos, lengths)
+            yield documents_of(corpus.name or f"{cfg.data.kind} ({split})", store, corpus.frame, frame, lengths, rows)
     for path in paths:
         if tokenizer is None:
             raise ValueError(f"--data {path}: the run has no tokenizer; its own data can be scored (leave --data out)")
         if (Path(path).expanduser() / MANIFEST).is_file():
-            corpus = datasets.load(datasets.DataConfig(kind="store", path=path), cfg.model.vocab_size)
+            # Of its ids only those that are read must have rows.
+            corpus = datasets.load(datasets.DataConfig(kind="store", path=path), None)
             if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
                 raise ValueError(f"--data {path}: was made with another tokenizer than the run's")
-            store = getattr(corpus, split)
+            yield documents_of(path, getattr(corpus, split), corpus.frame, frame, lengths, rows)
         else:
             texts, _ = datasets.read_text(path, "--data")
-            store = datasets.tokenized(path, texts, tokenizer)
-        yield documents_of(path, store, eos, lengths)
+            store = datasets.tokenized(path, texts, tokenizer, frame, rows)
+            yield documents_of(path, store, frame, frame, lengths, rows)
 
 
 # ---- scoring
@@ -195,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = run.tokenizer_of(workdir) if (workdir / FILE).exists() else None
         results = {
             data.name: score(model, data, mesh, context=context, row_length=args.row_length, batch_size=batch_size)
-            for data in chosen(args.data, args.split, model.cfg, tokenizer)
+            for data in chosen(args.data, args.split, model.cfg, tokenizer, run.frame_of(model, tokenizer))
         }
     except ValueError as e:
         config_lib.fail(str(e))

@@ -1,6 +1,7 @@
-"""Goes on with text: python -m minitf.generate --workdir DIR --prompt "..." (or --prompts FILE, or neither, to type prompts)
+"""Continues texts, or answers messages: python -m minitf.generate --workdir DIR --prompt "..." [--chat]
 
-Text goes to standard output as it comes. The same prompts, settings and seed give the same texts.
+Without --prompt, prompts come from --prompts FILE or are typed. Text goes to standard output as it comes. The same prompts,
+settings and seed give the same texts.
 """
 
 import argparse
@@ -14,15 +15,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from minitf import config as config_lib
 from minitf import run, sharding
+from minitf.data import chat
+from minitf.data.frame import Frame
 from minitf.data.tokenizer import Tokenizer
 from minitf.sampling import TEMPERATURE, Completion, Sampler, Sampling, complete, prepared, prompt_ids
 from minitf.sharding import AXES, MeshConfig
 from minitf.train import use_compilation_cache
 
 NEW_TOKENS = 256  # at most, where --max_new_tokens does not say
+
+Prompt = str | list[dict[str, str]]  # the beginning of a text, or messages
 
 
 class Writer(NamedTuple):
@@ -31,55 +37,95 @@ class Writer(NamedTuple):
     sampler: Sampler
     params: Any
     tokenizer: Tokenizer
+    frame: Frame
+
+    def ids(self, prompt: Prompt, *, specials: bool = False) -> np.ndarray:
+        """Of the beginning of a text, or of messages up to where the answer begins."""
+        if isinstance(prompt, str):
+            return prompt_ids(self.tokenizer, self.frame, prompt, specials=specials)
+        ids = chat.prompt_ids(self.tokenizer, self.frame.template, self.frame.start, prompt)
+        return np.array(ids, np.int32)
+
+    def new_tokens(self, prompts: list[np.ndarray], most: int | None) -> list[int]:
+        """How many tokens may follow each prompt; `most` None: as many as fit, up to NEW_TOKENS. Raises ValueError for a prompt that
+        does not fit, by its number."""
+        new = self.sampler.room(prompts, NEW_TOKENS) if most is None else [most] * len(prompts)
+        self.sampler.check(prompts, new)
+        return new
 
     def complete(
-        self, prompts: list[str], new_tokens: int | None, sampling: Sampling, **keywords: Any
+        self, prompts: list[np.ndarray], new_tokens: list[int], sampling: Sampling, **keywords: Any
     ) -> list[Completion]:
-        """`sampling.complete`. new_tokens: None: as many as fit, up to NEW_TOKENS."""
-        ids = [prompt_ids(self.tokenizer, prompt) for prompt in prompts]
-        n = self.sampler.room(ids, NEW_TOKENS) if new_tokens is None else new_tokens
-        return complete(self.sampler, self.params, self.tokenizer, ids, n, sampling, **keywords)
+        return complete(self.sampler, self.params, self.tokenizer, prompts, new_tokens, sampling, **keywords)
 
 
 def writer_of(model: run.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Writer:
+    frame = run.frame_of(model, tokenizer)
     params, cfg = prepared(model.params, model.cfg.model, mesh)
-    return Writer(Sampler.of(cfg, mesh, tokenizer), params, tokenizer)
+    return Writer(Sampler.of(cfg, mesh, tokenizer, frame), params, tokenizer, frame)
 
 
 # ---- prompts
 
 
-def read_prompts(path: str) -> list[str]:
-    """A prompt a line; of *.jsonl, the field `prompt` of a JSON object a line; "-": standard input. Raises ValueError naming the
-    file and the line."""
+def read_prompts(path: str, is_chat: bool) -> list[Prompt]:
+    """A prompt a line; of *.jsonl, the field `prompt` of a JSON object a line, or for a chat its `messages`; "-": standard input.
+    Raises ValueError naming the file and the line."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_bytes().decode()
     except OSError as e:
         raise ValueError(f"--prompts {path}: {e.strerror}") from None
     except UnicodeDecodeError as e:
         raise ValueError(f"--prompts {path}: not UTF-8 at byte {e.start}") from None
-    lines = [line for line in text.split("\n") if line.strip()]
-    if path.endswith(".jsonl"):
-        for i, line in enumerate(lines):
-            try:
-                lines[i] = json.loads(line)["prompt"]
-                if not isinstance(lines[i], str):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f'--prompts {path}: line {i + 1} is no JSON object with a text "prompt"') from None
-    if not lines:
+    prompts: list[Prompt] = []
+    # An editor's byte-order mark is no part of a prompt.
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(read_record(line, is_chat) if path.endswith(".jsonl") else line.removesuffix("\r"))
+        except ValueError as e:
+            raise ValueError(f"--prompts {path}: line {number} {e}") from None
+    if not prompts:
         raise ValueError(f"--prompts {path}: holds no prompt")
-    return lines
+    return prompts
 
 
-def typed() -> Iterator[str]:
-    """Prompts that are typed, until the end of input; all of standard input as one where it is no terminal."""
+def read_record(line: str, is_chat: bool) -> Prompt:
+    """The prompt of a line of JSON. Raises ValueError, with words to follow the line's name, where it has none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError("is no JSON object")
+    if is_chat and "messages" in record:
+        messages = record["messages"]
+        roles = isinstance(messages, list) and messages and [m for m in messages if isinstance(m, dict)] == messages
+        if not roles or not all(is_text(m.get(field)) for m in messages for field in ("role", "content")):
+            raise ValueError('has no "messages", a list of objects with texts "role" and "content"')
+        return [{field: m[field] for field in ("role", "content")} for m in messages]
+    if not is_text(record.get("prompt")):
+        raise ValueError('has no text "prompt"' + (' and no "messages"' if is_chat else ""))
+    return record["prompt"]
+
+
+def is_text(value: Any) -> bool:
+    """Whether this is a string that UTF-8 can write: JSON can hold half a surrogate pair."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def typed(what: str) -> Iterator[str]:
+    """What is typed, until the end of input; all of standard input as one where it is no terminal."""
     if not sys.stdin.isatty():
         yield sys.stdin.read()
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() its editing and history)
-    print("Type the beginning of a text; ^C stops one, ^D ends.", file=sys.stderr)
+    print(f"{what}; ^C stops a text, ^D ends.", file=sys.stderr)
     while True:
         try:
             yield input("> ")
@@ -94,19 +140,19 @@ def typed() -> Iterator[str]:
 
 
 class Stream:
-    """Shows a prompt and the growing text behind it on standard output."""
+    """Shows the beginning of a text, and the text behind it as it grows, on standard output."""
 
-    def __init__(self, prompt: str):
-        self._prompt, self._shown = prompt, 0
+    def __init__(self, beginning: str):
+        self._beginning, self._shown = beginning, 0
 
     def __call__(self, completions: list[Completion]) -> None:
-        text = self._prompt + completions[0].text
+        text = self._beginning + completions[0].text
         sys.stdout.write(text[self._shown :])
         sys.stdout.flush()
         self._shown = len(text)
 
 
-REASONS = {"stop": "a stop string", "end": "the end token", "length": "its length"}
+REASONS = {"stop": "a stop string", "end": "an end token", "length": "its length"}
 
 
 def told(completions: list[Completion], seconds: float) -> str:
@@ -117,36 +163,64 @@ def told(completions: list[Completion], seconds: float) -> str:
     return f"[{n} tokens in {seconds:.1f} s, compilation included: {n / seconds:.1f} tokens/s; ended by {by}]"
 
 
-def as_json(prompt: str, completion: Completion, log_probs: bool) -> str:
-    found = {"prompt": prompt, "text": completion.text, "reason": completion.reason, "tokens": len(completion.ids)}
+def as_json(prompt: Prompt, completion: Completion, log_probs: bool) -> str:
+    given = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
+    found = {**given, "text": completion.text, "reason": completion.reason, "tokens": len(completion.ids)}
     if log_probs:
         found |= {"ids": completion.ids, "log_probs": completion.log_probs}
     return json.dumps(found, ensure_ascii=False)
 
 
-def write_one(writer: Writer, prompt: str, number: int, args: argparse.Namespace, how: dict[str, Any]) -> None:
-    """A text, as it comes."""
+def write_one(writer: Writer, prompt: Prompt, number: int, args: argparse.Namespace, how: dict[str, Any]) -> str:
+    """A text, as it comes; what was written behind the prompt."""
     began = time.perf_counter()
-    found = writer.complete([prompt], args.max_new_tokens, numbers=[number], show=Stream(prompt), **how)
+    ids = [writer.ids(prompt, specials=args.parse_special)]
+    new_tokens = writer.new_tokens(ids, args.max_new_tokens)
+    found = writer.complete(ids, new_tokens, numbers=[number], show=Stream("" if args.chat else prompt), **how)
     print(flush=True)
     print(told(found, time.perf_counter() - began), file=sys.stderr, flush=True)
+    return found[0].text
 
 
-def write_many(writer: Writer, prompts: list[str], args: argparse.Namespace, how: dict[str, Any]) -> None:
-    """Texts in batches."""
+def write_many(writer: Writer, prompts: list[Prompt], args: argparse.Namespace, how: dict[str, Any]) -> None:
+    """Texts in batches. Raises ValueError before the first where one cannot be continued."""
     began, done = time.perf_counter(), []
+    ids = [writer.ids(prompt, specials=args.parse_special) for prompt in prompts]
+    new_tokens = writer.new_tokens(ids, args.max_new_tokens)
     for at in range(0, len(prompts), args.batch_size):
-        part = prompts[at : at + args.batch_size]
-        found = writer.complete(part, args.max_new_tokens, numbers=range(at, at + len(part)), **how)
-        for i, (prompt, completion) in enumerate(zip(part, found, strict=True), at + 1):
+        part = slice(at, at + args.batch_size)
+        numbers = range(at, at + len(prompts[part]))
+        found = writer.complete(ids[part], new_tokens[part], numbers=numbers, **how)
+        for i, (prompt, completion) in enumerate(zip(prompts[part], found, strict=True), at + 1):
             if args.json:
                 print(as_json(prompt, completion, args.log_probs))
             else:
-                print(f"--- {i} of {len(prompts)}\n{prompt}{completion.text}")
+                beginning = prompt if isinstance(prompt, str) else f"{prompt[-1]['role']}: {prompt[-1]['content']}\n"
+                print(f"--- {i} of {len(prompts)}\n{beginning}{completion.text}")
         sys.stdout.flush()
         done += found
     if not args.json:
         print(told(done, time.perf_counter() - began), file=sys.stderr, flush=True)
+
+
+def converse(writer: Writer, begin: list[dict[str, str]], args: argparse.Namespace, how: dict[str, Any]) -> None:
+    """Answers what is typed, each message with the conversation before it."""
+    messages = list(begin)
+    for number, said in enumerate(typed("Type a message; an empty one begins a new conversation")):
+        if not said.strip():
+            messages = list(begin)
+            continue
+        messages.append({"role": "user", "content": said})
+        try:
+            messages.append({"role": "assistant", "content": write_one(writer, messages, number, args, how)})
+        except KeyboardInterrupt:
+            messages.pop()
+            print()
+        except ValueError as e:
+            if not sys.stdin.isatty():
+                raise
+            messages.pop()
+            print(f"error: {e}", file=sys.stderr)
 
 
 # ---- the command line
@@ -155,34 +229,57 @@ def write_many(writer: Writer, prompts: list[str], args: argparse.Namespace, how
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m minitf.generate",
-        description="Goes on with text, by a run's model.",
-        epilog="Without --prompt and --prompts, prompts are typed, or standard input is one. An empty prompt begins a document.",
+        description="Continues texts, or with --chat answers messages, by a run's model.",
+        epilog="Without --prompt and --prompts, prompts are typed, or standard input is one. An empty prompt begins a document. A "
+        "text ends where those that trained the model do: at an end token, or at the end of a turn. What a prompt spells is text, "
+        "special tokens too: see --chat and --parse_special.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--workdir", required=True, metavar="DIR", help="the run")
     add("--step", type=int, metavar="N", help="its checkpoint of this step (default: the newest)")
     add("--prompt", action="append", metavar="TEXT", help="the beginning of a text; may be given several times")
-    add("--prompts", metavar="FILE", help='a prompt a line; of *.jsonl the field "prompt"; -: standard input')
+    add(
+        "--prompts",
+        metavar="FILE",
+        help='a prompt a line; of *.jsonl the field "prompt", with --chat also "messages"; -: standard input',
+    )
+    add("--chat", action="store_true", help="prompts are a user's messages, written as those that tuned the model")
+    add("--system", metavar="TEXT", help="with --chat: the message of the role system before them")
+    add(
+        "--parse_special",
+        action="store_true",
+        help="what a prompt spells like a special token is that token (default: text, as in documents)",
+    )
     add("--num_samples", type=int, default=1, metavar="N", help="texts for each prompt (default: 1)")
     add(
         "--max_new_tokens",
         type=int,
         metavar="N",
-        help=f"tokens behind a prompt (default: as many as the model tells apart, at most {NEW_TOKENS})",
+        help=f"tokens behind a prompt (default: as many as fit into model.max_seq_len, at most {NEW_TOKENS})",
     )
     default = Sampling(temperature=TEMPERATURE)
     for name, kind, meaning in (
         ("temperature", float, "divides the logits; 0: the likeliest token"),
-        ("top_k", int, "draw from so many likeliest tokens; 0: from all"),
-        ("top_p", float, "from the fewest likeliest that have this probability together; 1: from all"),
+        ("top_k", int, "draw from so many likeliest tokens, and those as likely as the last; 0: from all"),
+        (
+            "top_p",
+            float,
+            "from the fewest likeliest that have this probability together, and those as likely as the last; 1: from all",
+        ),
         ("min_p", float, "from those at least this likely, compared with the likeliest; 0: from all"),
         ("repetition_penalty", float, "above 1: tokens seen so far become less likely"),
     ):
         value = getattr(default, name)
         add(f"--{name}", type=kind, default=value, metavar="X", help=f"{meaning} (default: {value})")
     add("--seed", type=int, default=0, metavar="N", help="another gives other texts (default: 0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends a text before it; may be given several times")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends a text before it, a special token by its spelling; may be given several times",
+    )
     add("--json", action="store_true", help="print one JSON object a text")
     add(
         "--log_probs",
@@ -213,6 +310,10 @@ def checked(args: argparse.Namespace) -> Sampling:
         raise ValueError("--prompt and --prompts: give one of them")
     if args.log_probs and not args.json:
         raise ValueError("--log_probs: is for --json")
+    if args.system is not None and not args.chat:
+        raise ValueError("--system: is for --chat")
+    if args.parse_special and args.chat:
+        raise ValueError("--parse_special: a message's text stays text; --chat writes the special tokens itself")
     if "" in args.stop:
         raise ValueError("--stop: an empty text stands everywhere")
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
@@ -226,7 +327,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding must not end a text
     try:
         sampling = checked(args)
-        prompts = args.prompt or (read_prompts(args.prompts) if args.prompts else None)
+        prompts = args.prompt or (read_prompts(args.prompts, args.chat) if args.prompts else None)
+        begin = [] if args.system is None else [{"role": "system", "content": args.system}]
+        if args.chat and prompts is not None:
+            prompts = [begin + ([{"role": "user", "content": p}] if isinstance(p, str) else p) for p in prompts]
         workdir = run.resolve(args.workdir)
         mesh = sharding.make_mesh(MeshConfig(**{axis: getattr(args, f"mesh.{axis}") for axis in AXES}))
         use_compilation_cache(None, workdir)
@@ -235,11 +339,15 @@ def main(argv: list[str] | None = None) -> int:
         how = dict(sampling=sampling, seed=args.seed, stops=args.stop, chunk=args.chunk)
         several = prompts is not None and (len(prompts) > 1 or args.num_samples > 1)
         if several or args.json:
-            texts = prompts if prompts is not None else list(typed())
-            write_many(writer, [p for p in texts for _ in range(args.num_samples)], args, how)
+            if prompts is None:
+                prompts = [[*begin, {"role": "user", "content": p}] if args.chat else p for p in typed("Type a prompt")]
+            write_many(writer, [p for p in prompts for _ in range(args.num_samples)], args, how)
             return 0
         how["chunk"] = args.chunk or 16
-        for number, prompt in enumerate(prompts or typed()):
+        if args.chat and prompts is None:
+            converse(writer, begin, args, how)
+            return 0
+        for number, prompt in enumerate(prompts or typed("Type the beginning of a text")):
             try:
                 write_one(writer, prompt, number, args, how)
             except KeyboardInterrupt:

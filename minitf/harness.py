@@ -1,8 +1,14 @@
-"""A run's model for lm-evaluation-harness (extra `eval`): log-likelihoods of continuations, and texts."""
+"""A run's model for lm-evaluation-harness (extra `eval`): log-likelihoods of continuations, and texts.
 
+Whatever decides a figure is the harness's own: what a task's settings mean, how a text begins, its stops, what is cut where it is too
+long. The same weights have the figures that its adapter for transformers gives them (lm_eval/models/huggingface.py).
+"""
+
+import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +17,49 @@ import jax.numpy as jnp
 import numpy as np
 
 from minitf import run, sharding
+from minitf.data.store import check_rows
 from minitf.data.tokenizer import Tokenizer
 from minitf.model.transformer import model as forward
+from minitf.model.transformer import with_any_kernel
 from minitf.sampling import Sampler, Sampling, bucket, complete
 
 try:
     import lm_eval
+    import yaml  # which it needs itself
     from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError as e:
     raise ValueError(f"--tasks needs lm-evaluation-harness: pip install '.[eval]' ({e})") from None
 
 
+log = logging.getLogger("minitf")
+
+NEW_TOKENS = 256  # where a task does not say: the harness's own number
+
+
 class Model(TemplateLM):
-    """What lm-evaluation-harness asks of a model. Contexts longer than the model's positions lose their beginnings."""
+    """What lm-evaluation-harness asks of a model."""
 
     def __init__(self, model: run.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, batch_size: int = 8):
         super().__init__()
         self._model, self._tokenizer, self._mesh = model, tokenizer, mesh
-        self._cfg, self._longest = model.cfg.model, model.cfg.model.max_seq_len
+        self._frame = run.frame_of(model, tokenizer)
+        # Rows are padded, which the kernel of the training may not know.
+        self._cfg, self._longest = with_any_kernel(model.cfg.model), model.cfg.model.max_seq_len
         shards = sharding.batch_shards(mesh)
         self._batch_size = -(-batch_size // shards) * shards
         everywhere = sharding.replicated(mesh)
         self._score = jax.jit(self._score_rows, out_shardings=everywhere)
-        self._sampler = Sampler.of(self._cfg, mesh, tokenizer)
+        self._sampler = Sampler.of(self._cfg, mesh, tokenizer, self._frame)
+        self._said: set[str] = set()
+
+    def _say_once(self, kind: str, text: str) -> None:
+        """Warns, the first time of this kind."""
+        if kind not in self._said:
+            self._said.add(kind)
+            log.warning(text)
 
     @property
     def eot_token_id(self) -> int:
@@ -43,19 +67,24 @@ class Model(TemplateLM):
             raise ValueError(f"tokenizer {self._tokenizer.name}: has no token that ends a document, which tasks need")
         return self._tokenizer.specials["eos"]
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The id from which the first token of a text is predicted, as in training; where it was not, the end token."""
+        return self.eot_token_id if self._frame.first is None else self._frame.first
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self._tokenizer.encode(string.encode()).tolist()
+        """Ids; what spells a special token is one, and the start token stands before, but where the text spells it itself."""
+        ids = self._tokenizer.encode(string.encode(), "a text of the task", specials=True).tolist()
+        check_rows(np.array(ids), self._cfg.vocab_size, f"a text of the task, {string[:40]!r}")
+        if add_special_tokens is None:
+            add_special_tokens = ids[:1] != [self.prefix_token_id]
+        return [self._frame.start, *ids] if add_special_tokens and self._frame.start is not None else ids
 
     # ---- rows of one length
 
-    def _logits(self, params: Any, inputs: jax.Array) -> jax.Array:
-        """Float32 [B, S, V], of ids that the tokenizer knows."""
-        logits = forward(params, inputs, self._cfg)
-        return jnp.where(jnp.arange(logits.shape[-1]) < self._tokenizer.vocab_size, logits, -jnp.inf)
-
     def _score_rows(self, params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(log-likelihood of the targets that count, whether each is the likeliest), [B]."""
-        logits, targets = self._logits(params, batch["inputs"]), batch["targets"]
+        logits, targets = forward(params, batch["inputs"], self._cfg), batch["targets"]
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
         counts = batch["counts"]
         return jnp.sum(jnp.where(counts, logp, 0), axis=1), jnp.all((logits.argmax(-1) == targets) | ~counts, axis=1)
@@ -78,6 +107,14 @@ class Model(TemplateLM):
         """(log-likelihood, greedy?) of each request's continuation after its context, both ids."""
         rows = []
         for _, context, continuation in requests:
+            if len(continuation) > self._longest:
+                raise ValueError(
+                    f"a continuation of {len(continuation)} tokens is longer than model.max_seq_len={self._longest}"
+                )
+            if len(context) + len(continuation) > self._longest + 1:
+                self._say_once(
+                    "context", f"{CUT}, the first of {len(context) + len(continuation)} with its continuation"
+                )
             ids = np.array([*context, *continuation])[-(self._longest + 1) :]
             counts = np.arange(len(ids) - 1) >= len(ids) - 1 - len(continuation)
             rows.append(dict(inputs=ids[:-1], targets=ids[1:], counts=counts))
@@ -93,11 +130,14 @@ class Model(TemplateLM):
         return out
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each text, from nothing but the token that ends a document, in pieces of the longest row."""
+        """Log-likelihood of each text, in pieces of the longest row. Its first token is predicted as in training, or not scored where
+        training never predicted one."""
         out = []
         for request in requests:
-            ids = self.tok_encode(request.args[0])
-            windows = get_rolling_token_windows(ids, self.prefix_token_id, self._longest, context_len=1)
+            ids, first = self.tok_encode(request.args[0]), self._frame.first
+            if first is None and ids:
+                first, *ids = ids
+            windows = get_rolling_token_windows(ids, first, self._longest, context_len=1)
             pieces = [(None, *make_disjoint_window(w)) for w in windows]
             out.append(sum(nats for nats, _ in self._loglikelihood_tokens(pieces)))
         return out
@@ -106,7 +146,7 @@ class Model(TemplateLM):
         """The text after each context, up to the first of its stop strings."""
         out: list[Any] = [None] * len(requests)
         # Rows of one request's settings and of like length together.
-        contexts = [self.tok_encode(r.args[0]) or [self.eot_token_id] for r in requests]
+        contexts = [self.tok_encode(r.args[0]) or [self.prefix_token_id] for r in requests]
         key = lambda i: json.dumps(requests[i].args[1], sort_keys=True, default=str)
         order = sorted(range(len(requests)), key=lambda i: (key(i), len(contexts[i])))
         for _, alike in itertools.groupby(order, key):
@@ -119,21 +159,63 @@ class Model(TemplateLM):
         return out
 
     def _texts(self, contexts: list[list[int]], settings: dict[str, Any], numbers: list[int]) -> list[str]:
-        until = settings.get("until") or []
-        n = min(settings.get("max_gen_toks", 256), self._longest - 1)
-        greedy = not settings.get("do_sample") or not settings.get("temperature")
-        named = {k: settings[k] for k in ("temperature", "top_k", "top_p", "min_p") if k in settings}
+        """`numbers`: of the contexts, which their draws depend on."""
+        kwargs = dict(normalize_gen_kwargs(settings, NEW_TOKENS))
+        until, most, total = kwargs.pop("until"), kwargs.pop("max_gen_toks"), kwargs.pop("max_length", None)
+        sampling = sampling_of(kwargs, self._say_once)
+        if max(map(len, contexts)) >= self._longest:
+            self._say_once("prompt", CUT)
+        prompts = [np.array(ids[-(self._longest - 1) :], np.int32) for ids in contexts]
+        # The harness's adapter refuses to ask for more than the model has positions; the room that is left is never taken from the
+        # context here.
+        new_tokens = self._sampler.room(prompts, most)
+        if total is not None:  # of context and text together, as transformers has it
+            new_tokens = [max(1, min(n, total - len(ids))) for n, ids in zip(new_tokens, prompts, strict=True)]
+        if min(new_tokens) < most and total is None:
+            self._say_once(
+                "room", f"texts end where model.max_seq_len={self._longest} does, before max_gen_toks={most}"
+            )
         found = complete(
             self._sampler,
             self._model.params,
             self._tokenizer,
-            [np.array(ids[-(self._longest - n) :]) for ids in contexts],
-            n,
-            Sampling(temperature=0) if greedy else Sampling(**named),
+            prompts,
+            new_tokens,
+            sampling,
             numbers=numbers,
-            stops=[until] if isinstance(until, str) else until,
+            stops=until,
         )
         return [c.text for c in found]
+
+
+CUT = "contexts longer than the model's positions lose their beginnings"
+
+# Settings of a task's generation_kwargs that change nothing at these values.
+OFF = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "length_penalty": 1.0,
+    "use_cache": True,
+    "early_stopping": False,
+    "typical_p": 1.0,
+}
+
+
+def sampling_of(kwargs: dict[str, Any], say_once: Callable[[str, str], None]) -> Sampling:
+    """How a task's settings, as the harness has normalised them, draw a token. Raises ValueError for one that is not known here."""
+    names = [field.name for field in dataclasses.fields(Sampling)]
+    do_sample = kwargs.pop("do_sample")
+    for name in [n for n in kwargs if n not in names]:
+        if kwargs[name] is not None and (name not in OFF or kwargs[name] != OFF[name]):
+            raise ValueError(f"generation_kwargs.{name}={kwargs[name]!r}: is not known here; known: {', '.join(names)}")
+        del kwargs[name]
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if not do_sample:
+        return Sampling(temperature=0, repetition_penalty=given.get("repetition_penalty", 1.0))
+    if not given.get("temperature"):
+        say_once("temperature", "do_sample=True without a temperature above 0: drawn at temperature 1")
+        given["temperature"] = 1.0
+    return Sampling(**given)
 
 
 def task_files(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -146,17 +228,33 @@ def task_files(arguments: list[str]) -> tuple[list[str], list[str]]:
             names.append(argument)
             continue
         files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
-        for file in files:
-            found = [
-                line.split(":", 1)[1].strip() for line in file.read_text().splitlines() if line.startswith("task:")
-            ]
-            if not found:
-                raise ValueError(f"--tasks {file}: has no line `task: NAME`")
-            names += found
-            directories.append(str(file.parent))
-        if not files:
-            raise ValueError(f"--tasks {path}: no *.yaml in this directory")
+        found = [name for name in map(task_name, files) if name is not None]
+        if not found:
+            what = "has no `task: NAME`" if files == [path] else "no *.yaml in this directory names a task"
+            raise ValueError(f"--tasks {path}: {what}")
+        names += found
+        directories += [str(file.parent) for file in files]
     return names, sorted(set(directories))
+
+
+class TaskFile(yaml.SafeLoader):
+    """Reads a task file without its functions, which the harness itself loads."""
+
+
+TaskFile.add_multi_constructor("!", lambda loader, suffix, node: None)
+
+
+def task_name(file: Path) -> str | None:
+    """The name of a task's or a group's file; None: of a file that others include. Raises ValueError for what is no YAML."""
+    try:
+        tree = yaml.load(file.read_text(encoding="utf-8"), TaskFile)
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ValueError(f"--tasks {file}: {e}") from None
+    if not isinstance(tree, dict):
+        return None
+    # A group has a list of tasks, and its own name.
+    name = tree.get("group") if isinstance(tree.get("task"), list) else tree.get("task")
+    return name if isinstance(name, str) else None
 
 
 def run_tasks(

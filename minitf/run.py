@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,10 @@ from minitf import config as config_lib
 from minitf import params as P
 from minitf.checkpoint import Checkpoints, DamagedError, check_fit
 from minitf.config import Config
+from minitf.data import frame as frames
 from minitf.data import tokenizer
+from minitf.data.datasets import BEFORE, Framing
+from minitf.data.frame import Frame
 from minitf.distributed import say, start_ticks
 from minitf.metrics import is_local, json_lines, write_whole
 from minitf.model.transformer import model_params
@@ -25,7 +29,10 @@ from minitf.sharding import MeshConfig, make_mesh, shardings
 
 LOCK = "lock.json"
 # And TensorBoard's event files; plugins holds its profiles.
-OURS = ("config.json", "metrics.jsonl", "events.jsonl", "checkpoints", "plugins", tokenizer.FILE, tokenizer.CONFIG)
+OURS = (
+    *("config.json", "metrics.jsonl", "events.jsonl", "checkpoints", "plugins"),
+    *(tokenizer.FILE, tokenizer.CONFIG, tokenizer.SPECIALS, frames.FILE),
+)
 
 
 def resolve(workdir: str, setting: str = "--workdir") -> epath.Path:
@@ -290,6 +297,7 @@ class Model(NamedTuple):
     cfg: Config
     params: Any
     step: int
+    frame: Frame | None = None  # of its texts; None: not stored, see `frame_of`
 
 
 @contextlib.contextmanager
@@ -337,7 +345,7 @@ def load_model(workdir: str | os.PathLike, step: int | None = None, mesh: jax.sh
     specs = model_params(cfg.model)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1]) if mesh is None else mesh
     params, about = load_params(directory, P.abstract(specs, shardings(specs, mesh)), step)
-    return Model(cfg, params, about["step"])
+    return Model(cfg, params, about["step"], stored_frame(directory))
 
 
 def tokenizer_of(workdir: epath.Path) -> tokenizer.Tokenizer:
@@ -348,3 +356,35 @@ def tokenizer_of(workdir: epath.Path) -> tokenizer.Tokenizer:
             f"{workdir}: has no {tokenizer.FILE}: its data were token ids, and text cannot be read with it"
         )
     return tokenizer.load_tokenizer(path)
+
+
+def stored_frame(workdir: epath.Path) -> Frame | None:
+    """The frame of a run's texts; None: a run from before it was stored."""
+    path = workdir / frames.FILE
+    if not path.exists():
+        return None
+    try:
+        return frames.from_tree(json.loads(path.read_text()), str(path))
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}: {e}") from None
+
+
+def store_frame(workdir: epath.Path, frame: Frame) -> None:
+    write_whole(workdir / frames.FILE, json.dumps(frames.to_tree(frame), indent=2) + "\n")
+
+
+def framing_of(workdir: epath.Path) -> Framing:
+    """How the texts of a run that goes on begin and end: as they did. A new one's are the tokenizer's."""
+    stored = stored_frame(workdir)
+    if stored is not None:
+        return lambda tokenizer: stored
+    return frames.of_before if (workdir / "config.json").exists() else frames.of_tokenizer
+
+
+def frame_of(model: Model, tokenizer: tokenizer.Tokenizer | None) -> Frame:
+    """The frame of a model's texts. One line on stderr says where it is not stored, but taken as it was before frames were."""
+    if model.frame is not None:
+        return model.frame
+    frame = frames.of_before(tokenizer, model.cfg.data.eos_id)
+    print(f"note: the run {BEFORE}", file=sys.stderr)
+    return frame

@@ -15,6 +15,7 @@ import numpy as np
 
 from minitf import params as P
 from minitf import sharding
+from minitf.data.frame import Frame
 from minitf.data.tokenizer import Tokenizer
 from minitf.model.transformer import (
     Cache,
@@ -37,7 +38,9 @@ class Sampling:
     )
     temperature: float = 1.0  # divides the logits; 0 (below 0.00001): the likeliest id
     top_k: int = 0  # so many likeliest ids, and those as likely as the last of them; 0: all
-    top_p: float = 1.0  # the fewest likeliest ids with at least this probability together (arXiv:1904.09751); 1: all
+    # The fewest likeliest ids with at least this probability together, and those as likely as the last of them
+    # (arXiv:1904.09751); 1: all.
+    top_p: float = 1.0
     min_p: float = 0.0  # ids at least this likely, compared with the likeliest (arXiv:2407.01082); 0: all
 
     def check(self, prefix: str = "") -> None:
@@ -147,27 +150,35 @@ class Sampler:
     """Programs that sample from a model of this config on a mesh; one each for a number of rows, a length of prompts and a length
     of the cache, all of few different values."""
 
-    def __init__(self, cfg: ModelConfig, mesh: jax.sharding.Mesh, known: int | None = None, end: int | None = None):
-        """known: ids below are drawn and no others (the tokenizer's; None: all). end: the id that ends a text; None: none does."""
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        mesh: jax.sharding.Mesh,
+        known: int | None = None,
+        stops: Sequence[int] = (),
+    ):
+        """known: ids below are drawn and no others (the tokenizer's; None: all). stops: ids that end a text."""
         # Rows are padded, which the kernel of the training may not know.
         self._cfg = with_any_kernel(cfg)
-        self._mesh, self._known, self._end = mesh, known or cfg.vocab_size, end
+        # A tokenizer may know more ids than the model has rows.
+        self._mesh, self._known = mesh, min(known or cfg.vocab_size, cfg.vocab_size)
+        self.stops = tuple(stops)
         everywhere = sharding.replicated(mesh)
         self._prefill = jax.jit(self._first, static_argnames="length", out_shardings=(None, everywhere))
         self._decode = jax.jit(self._more, static_argnames="chunk", donate_argnums=1, out_shardings=(None, everywhere))
 
     @classmethod
-    def of(cls, cfg: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> "Sampler":
-        """One that draws what this tokenizer reads, to its token that ends a document."""
-        return cls(cfg, mesh, tokenizer.vocab_size, tokenizer.specials.get("eos"))
+    def of(cls, cfg: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer, frame: Frame) -> "Sampler":
+        """One that draws what this tokenizer reads, to where a text of this frame ends."""
+        return cls(cfg, mesh, tokenizer.vocab_size, frame.stops)
 
     @property
     def max_seq_len(self) -> int:
         return self._cfg.max_seq_len
 
-    def room(self, prompts: Sequence[np.ndarray], most: int) -> int:
-        """How many tokens fit behind the longest of the prompts: from 1 to `most`."""
-        return max(1, min(most, self.max_seq_len - max(map(len, prompts))))
+    def room(self, prompts: Sequence[np.ndarray], most: int) -> list[int]:
+        """How many tokens fit behind each of the prompts: from 1 to `most`."""
+        return [max(1, min(most, self.max_seq_len - len(ids))) for ids in prompts]
 
     def _emit(self, x_BD: jax.Array, params: Any, state: State, how: dict[str, jax.Array]) -> tuple[State, Drawn]:
         """The next token, from the activations at the last one."""
@@ -178,7 +189,7 @@ class Sampler:
         rows = jnp.arange(len(ids))
         log_probs = raw[rows, ids] - jax.nn.logsumexp(raw, axis=-1)
         out = Drawn(jnp.where(state.done_B, -1, ids), jnp.where(state.done_B, 0.0, log_probs))
-        done = state.done_B if self._end is None else state.done_B | (ids == self._end)
+        done = state.done_B | jnp.isin(ids, jnp.array(self.stops, jnp.int32))
         return state._replace(
             last_B=ids, seen_BV=state.seen_BV.at[rows, ids].set(True), done_B=done, new=state.new + 1
         ), out
@@ -233,24 +244,29 @@ class Sampler:
         _, state, drawn = jax.lax.while_loop(going, one, (jnp.int32(0), state, nothing))
         return state, drawn
 
-    def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> None:
-        """Raises ValueError where a prompt is empty or too long, or holds ids that are not drawn."""
-        for ids in prompts:
+    def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> None:
+        """Raises ValueError where a prompt is empty or too long, or holds ids that are not drawn, with its number from 1 where there
+        are several."""
+        for number, (ids, new) in enumerate(zip(prompts, of_each(max_new_tokens, prompts), strict=True), 1):
+            which = "a prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}: a prompt"
             if not len(ids):
-                raise ValueError("an empty prompt, and no token to begin with")
-            if len(ids) + max_new_tokens > self.max_seq_len:
                 raise ValueError(
-                    f"a prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}: {len(ids)} + {max_new_tokens} > "
+                    f"{which} without tokens, and no token that begins a text: documents begin with their own"
+                )
+            if len(ids) + new > self.max_seq_len:
+                raise ValueError(
+                    f"{which} of {len(ids)} tokens and max_new_tokens={new}: {len(ids)} + {new} > "
                     f"model.max_seq_len={self.max_seq_len}"
                 )
-            if max(ids) >= self._known or min(ids) < 0:
-                raise ValueError(f"a prompt with ids from {min(ids)} to {max(ids)}: known are 0 to {self._known - 1}")
+            wrong = [i for i in map(int, ids) if not 0 <= i < self._known]
+            if wrong:
+                raise ValueError(f"{which} with the id {wrong[0]}: the model has rows for 0 to {self._known - 1}")
 
     def stream(
         self,
         params: Any,
         prompts: Sequence[np.ndarray],
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         sampling: Sampling = Sampling(),
         *,
         seed: int = 0,
@@ -260,13 +276,17 @@ class Sampler:
     ) -> Iterator[Drawn]:
         """The tokens behind each prompt (ids, at least one), piece by piece: the first alone, then `chunk` at a time (None: all).
 
+        max_new_tokens: of all, or of each prompt.
         numbers: of the rows, folded into the seed (None: 0, 1, 2, ...). stopped: bool [rows], in which the caller may set, between
         pieces, which rows need no more. Raises ValueError where a prompt does not fit.
         """
         sampling.check()
         self.check(prompts, max_new_tokens)
-        if not prompts or max_new_tokens < 1:
+        limits = np.array(of_each(max_new_tokens, prompts))
+        max_new_tokens = int(limits.max(initial=0))
+        if max_new_tokens < 1:
             return
+        within = lambda a, made, off: np.where(made + np.arange(a.shape[1]) < limits[:, None], a, off)
         n, shards = len(prompts), sharding.batch_shards(self._mesh)
         B = -(-bucket(n, 1) // shards) * shards
         S = bucket(max(map(len, prompts)))
@@ -293,41 +313,58 @@ class Sampler:
                 length=bucket(S + max_new_tokens),
             )
         made = 1
-        yield Drawn(*(np.asarray(a)[:n, None] for a in drawn))
+        ids, log_probs = (np.asarray(a)[:n, None] for a in drawn)
+        yield Drawn(within(ids, 0, -1), within(log_probs, 0, 0.0))
         while made < max_new_tokens:
             limit = min(chunk, max_new_tokens - made)
             with sharding.surroundings(self._mesh, self._cfg.dtype):
                 state, drawn = self._decode(
-                    params, state, padded(stopped, True), np.int32(limit), how, chunk=bucket(chunk, 1)
+                    params,
+                    state,
+                    padded(stopped | (limits <= made), True),
+                    np.int32(limit),
+                    how,
+                    chunk=bucket(chunk, 1),
                 )
             ids, log_probs = (np.asarray(a)[:n, :limit] for a in drawn)
+            ids, log_probs = within(ids, made, -1), within(log_probs, made, 0.0)
             if (ids < 0).all():
                 return
             made += limit
             yield Drawn(ids, log_probs)
 
 
+def of_each(value: int | Sequence[int], prompts: Sequence[Any]) -> list[int]:
+    """A value for each prompt."""
+    return [value] * len(prompts) if isinstance(value, int) else list(value)
+
+
 # ---- text
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
-    """Ids of a prompt, after what its tokenizer puts before each text. An empty one is the token that ends a document, where there
-    is one: so texts begin in training."""
-    ids = [*tokenizer.prefix, *tokenizer.encode(prompt.encode(), "the prompt").tolist()]
-    if not ids and "eos" in tokenizer.specials:
-        ids = [tokenizer.specials["eos"]]
-    return np.array(ids, np.int32)
+def prompt_ids(tokenizer: Tokenizer, frame: Frame, prompt: str, *, specials: bool = False) -> np.ndarray:
+    """int32: ids of a prompt, begun as the model's texts begin. `specials`: what spells a special token is one. Raises ValueError
+    for what is no text."""
+    try:
+        text = prompt.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"the prompt: character {e.start} is half a surrogate pair, which is no text") from None
+    return frame.prompt(tokenizer.encode(text, "the prompt", specials=specials))
 
 
 class Completion:
-    """What follows a prompt, growing token by token until a stop string, the end token or the last token."""
+    """What follows a prompt, growing token by token until a stop string, an id that ends a text, or the last token."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray, stops: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray, stops: Sequence[str] = (), ends: Sequence[int] = ()):
+        """stops: texts; one that spells a special token is that token, too. ends: ids."""
         self.ids: list[int] = []  # up to the one with which a stop string is complete, the end token not among them
         self.log_probs: list[float] = []
         self.reason: str | None = None  # "stop", "end", "length"; None: it goes on
         self.text = ""  # that will not change any more
         self._tokenizer, self._prompt, self._stops = tokenizer, prompt.tolist(), [s for s in stops if s]
+        self._ends = dict.fromkeys(ends, "end") | {
+            tokenizer.spelled[s]: "stop" for s in self._stops if s in tokenizer.spelled
+        }
         self._before = len(tokenizer.decode(prompt))
 
     def _decoded(self) -> str:
@@ -340,8 +377,8 @@ class Completion:
         for id_, log_prob in zip(ids, log_probs, strict=True):
             if self.reason is not None or id_ < 0:
                 return
-            if id_ == self._tokenizer.specials.get("eos"):
-                return self.finish("end")
+            if id_ in self._ends:
+                return self.finish(self._ends[id_])
             self.ids.append(int(id_))
             self.log_probs.append(float(log_prob))
             if self._stops:
@@ -367,7 +404,7 @@ def complete(
     params: Any,
     tokenizer: Tokenizer,
     prompts: Sequence[np.ndarray],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     sampling: Sampling = Sampling(),
     *,
     seed: int = 0,
@@ -378,7 +415,7 @@ def complete(
 ) -> list[Completion]:
     """The texts that follow the prompts (ids). `show` is called whenever they have grown; further keywords as of `Sampler.stream`;
     chunk: None: 16 where there are stop strings, else all. The texts do not depend on it."""
-    found = [Completion(tokenizer, prompt, stops) for prompt in prompts]
+    found = [Completion(tokenizer, prompt, stops, sampler.stops) for prompt in prompts]
     chunk = chunk or (16 if any(stops) else None)
     stopped = np.zeros(len(prompts), bool)
     pieces = sampler.stream(
@@ -405,7 +442,7 @@ TEMPERATURE = 0.8  # where none is given: a little likelier than the model's own
 class SampleConfig:
     """Of the texts that a run writes every `sample_every` steps."""
 
-    prompts: tuple[str, ...] = ("\n",)  # an empty one: the token that ends a document
+    prompts: tuple[str, ...] = ("\n",)  # an empty one: what documents begin with
     max_new_tokens: int = 64  # at most; fewer where model.max_seq_len is reached
     temperature: float = TEMPERATURE  # 0: the likeliest token
     top_k: int = 0  # of the likeliest tokens; 0: all
@@ -414,20 +451,20 @@ class SampleConfig:
         return Sampling(temperature=self.temperature, top_k=self.top_k)
 
 
-def sample(sampler: Sampler, params: Any, tokenizer: Tokenizer, cfg: SampleConfig, seed: int) -> str:
+def sample(sampler: Sampler, params: Any, tokenizer: Tokenizer, frame: Frame, cfg: SampleConfig, seed: int) -> str:
     """What the model makes of the prompts, each under a line of its own."""
-    prompts = fixed_prompts(sampler, tokenizer, cfg)
+    prompts = fixed_prompts(sampler, tokenizer, frame, cfg)
     n = sampler.room(prompts, cfg.max_new_tokens)
     found = complete(sampler, params, tokenizer, prompts, n, cfg.sampling(), seed=seed)
     return "\n".join(f"--- {text!r}\n{text}{c.text}" for text, c in zip(cfg.prompts, found, strict=True))
 
 
-def fixed_prompts(sampler: Sampler, tokenizer: Tokenizer, cfg: SampleConfig) -> list[np.ndarray]:
+def fixed_prompts(sampler: Sampler, tokenizer: Tokenizer, frame: Frame, cfg: SampleConfig) -> list[np.ndarray]:
     """Raises ValueError for a prompt that cannot be gone on with."""
     found = []
     for prompt in cfg.prompts:
         try:
-            found.append(prompt_ids(tokenizer, prompt))
+            found.append(prompt_ids(tokenizer, frame, prompt))
             sampler.check(found[-1:], 1)
         except ValueError as e:
             raise ValueError(f"sample.prompts: {prompt!r}: {e}") from None

@@ -29,6 +29,8 @@ from minitf import params as P
 from minitf.checkpoint import Checkpoints, DamagedError, SaveError, versions
 from minitf.config import Config
 from minitf.data import datasets, pipeline
+from minitf.data import frame as frames
+from minitf.data.frame import Frame
 from minitf.data.mixture import Phase, with_weights
 from minitf.data.store import DataError
 from minitf.data.tokenizer import Tokenizer, save_tokenizer
@@ -62,6 +64,11 @@ class Job(NamedTuple):
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.corpora[0].tokenizer if self.corpora else None
+
+    @property
+    def frame(self) -> Frame:
+        """Of the texts that the model learns."""
+        return pipeline.frame_of(self.corpora, self.cfg.data)
 
     @property
     def sha256(self) -> str:
@@ -132,11 +139,11 @@ def design(cfg: Config, steps: int, vocab_size: int, devices: list | None = None
     return Job(cfg, steps, 0, (), mesh, specs)
 
 
-def prepare(cfg: Config, devices: list | None = None) -> Job:
+def prepare(cfg: Config, devices: list | None = None, framing: datasets.Framing = frames.of_tokenizer) -> Job:
     """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for all that a
     user can mend."""
     try:
-        corpora = datasets.load_all(cfg.data, cfg.model.vocab_size)
+        corpora = datasets.load_all(cfg.data, cfg.model.vocab_size, framing)
     except (OSError, RuntimeError) as e:  # a file that cannot be read, a home that does not exist
         raise ValueError(f"data.path={cfg.data.path}: {e}") from None
     rows = sum(len(pipeline.rows_of(c.train, cfg.seq_len, cfg.data)) for c in corpora)
@@ -155,12 +162,12 @@ def prepare(cfg: Config, devices: list | None = None) -> Job:
             raise ValueError(
                 f"sample_every={cfg.sample_every}: data.kind={cfg.data.kind} has no tokenizer to write text with"
             )
-        fixed_prompts(sampler(job), job.tokenizer, cfg.sample)
+        fixed_prompts(sampler(job), job.tokenizer, job.frame, cfg.sample)
     return job
 
 
 def sampler(job: Job) -> Sampler:
-    return Sampler.of(job.cfg.model, job.mesh, job.tokenizer)
+    return Sampler.of(job.cfg.model, job.mesh, job.tokenizer, job.frame)
 
 
 def describe(job: Job) -> str:
@@ -176,6 +183,7 @@ def describe(job: Job) -> str:
         f"data {cfg.data.kind}: {sum(c.size for c in corpora):,} bytes, sha256 {job.sha256[:16]}, "
         f"{sum(len(c.train) for c in corpora):,} training and {sum(len(c.val) for c in corpora):,} validation tokens, "
         f"{job.rows:,} rows of {cfg.seq_len}",
+        *(f"  {corpus.note}" for corpus in corpora if corpus.note),
         *(
             f"  {weight:g} of {corpus.name}: {len(corpus.train):,} training tokens"
             for corpus, (_, weight) in zip(corpora, cfg.data.mixture or (), strict=False)
@@ -300,6 +308,7 @@ def position(job: Job, step: int) -> dict[str, Any]:
         "batch_size": cfg.batch_size,
         "seq_len": cfg.seq_len,
         "sha256": job.sha256,
+        "tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
     }
 
 
@@ -320,7 +329,8 @@ def check_same_run(job: Job, saved: dict[str, Any]) -> None:
     """Raises ValueError where a checkpoint belongs to a run with other settings or other data."""
     fixed, _ = run.differences(config_lib.freeze(saved["config"]), job.cfg)
     data, now = saved["data"], position(job, saved["step"])
-    fixed += [f"data {name}: {data[name]} -> {now[name]}" for name in now if data[name] != now[name]]
+    # A checkpoint from before a fact was kept says nothing of it.
+    fixed += [f"data {name}: {data[name]} -> {now[name]}" for name in now if data.get(name, now[name]) != now[name]]
     if fixed:
         raise ValueError(
             f"the checkpoint of step {saved['step']} belongs to another run\n  "
@@ -384,6 +394,8 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             return 0
         if first_process and job.tokenizer is not None:
             save_tokenizer(job.tokenizer, workdir)
+        if first_process:
+            run.store_frame(workdir, job.frame)
         start = None if restored is None else first
         writer = MetricWriter(workdir, job.steps, start=start) if first_process else NoWriter()
         stack.callback(writer.close)
@@ -410,7 +422,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         def sample_now(step: int) -> None:
             """Writes what the model makes of the fixed prompts: the same draws at every step."""
             with events.timed("sample", step=step):
-                text = sample(writes, state.params, job.tokenizer, cfg.sample, cfg.seed)
+                text = sample(writes, state.params, job.tokenizer, job.frame, cfg.sample, cfg.seed)
             writer.text(step, "samples", text)
             writer.say(f"step {step}/{job.steps}  samples\n{text}")
 
@@ -639,7 +651,8 @@ def main(argv: list[str] | None = None) -> int:
         with start_up.phase("devices"):
             jax.devices()
         with distributed.together(config_lib.fail), start_up.phase("data"):
-            job = prepare(cfg)
+            framing = frames.of_tokenizer if args.overwrite else run.framing_of(workdir)
+            job = prepare(cfg, framing=framing)
         with distributed.together(config_lib.fail):
             distributed.same_everywhere("settings or data", config_lib.to_json(job.cfg) + job.sha256)
         distributed.say(describe(job))

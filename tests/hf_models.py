@@ -8,10 +8,11 @@ import jax
 from common import change, random_params
 from etils import epath
 
-from minitf import config
+from minitf import config, run
 from minitf.checkpoint import Checkpoints
 from minitf.config import Config
 from minitf.data.datasets import DataConfig
+from minitf.data.frame import of_tokenizer
 from minitf.data.tokenizer import Tokenizer, save_tokenizer
 from minitf.huggingface.families import canonical
 from minitf.model.attention import AttentionConfig
@@ -97,6 +98,7 @@ def save_run(
         checkpoints.save(step, {"params": params}, {"config": dataclasses.asdict(cfg)})
     if tokenizer is not None:
         save_tokenizer(tokenizer, workdir)
+        run.store_frame(epath.Path(workdir), of_tokenizer(tokenizer))
     (workdir / "config.json").write_text(config.to_json(cfg))
     return jax.device_get(params)
 

@@ -7,12 +7,14 @@ import pytest
 from common import change, launch, make_mesh, random_params, run_module, text_config
 
 from minitf import evaluate, run
+from minitf.data.frame import of_ids, of_tokenizer
 from minitf.data.store import Store
 from minitf.data.tokenizer import ByteTokenizer
 from minitf.model import reference
 from minitf.model.transformer import model as forward
 
 BYTES = ByteTokenizer()
+FRAME = of_tokenizer(BYTES)
 TEXTS = [b"first document", b"", b"the second one is longer than a row, " * 3, "ünï¢ode 😀".encode(), b"x"]
 
 
@@ -26,7 +28,7 @@ def model(tmp_path_factory):
 def text_store(texts):
     from minitf.data.datasets import tokenized
 
-    return tokenized("texts", [(str(i), t) for i, t in enumerate(texts)], BYTES)
+    return tokenized("texts", [(str(i), t) for i, t in enumerate(texts)], BYTES, FRAME)
 
 
 def by_hand(model, texts, context):
@@ -44,7 +46,7 @@ def by_hand(model, texts, context):
 
 @pytest.mark.parametrize("context", [16, 48])
 def test_bits_per_byte_are_those_by_hand_for_any_row_length_and_batch(context, model):
-    data = evaluate.documents_of("texts", text_store(TEXTS), BYTES.specials["eos"], BYTES.byte_lengths)
+    data = evaluate.documents_of("texts", text_store(TEXTS), FRAME, FRAME, BYTES.byte_lengths)
     nats = by_hand(model, TEXTS, context)
     size = sum(map(len, TEXTS))
     assert len(nats) == size
@@ -60,21 +62,24 @@ def test_bits_per_byte_are_those_by_hand_for_any_row_length_and_batch(context, m
 
 
 def test_a_document_does_not_see_the_others(model):
-    eos = BYTES.specials["eos"]
     alone = [
         evaluate.score(
-            model, evaluate.documents_of("t", text_store([t]), eos, None), make_mesh("1"), context=32, batch_size=2
+            model,
+            evaluate.documents_of("t", text_store([t]), FRAME, FRAME, None),
+            make_mesh("1"),
+            context=32,
+            batch_size=2,
         )
         for t in TEXTS
         if t
     ]
-    data = evaluate.documents_of("t", text_store(TEXTS), eos, None)
+    data = evaluate.documents_of("t", text_store(TEXTS), FRAME, FRAME, None)
     together = evaluate.score(model, data, make_mesh("1"), context=32, batch_size=2)
     assert together["loss"] * together["tokens"] == pytest.approx(sum(a["loss"] * a["tokens"] for a in alone), rel=1e-6)
 
 
 def test_the_standard_error_is_that_of_a_ratio_over_rows(model):
-    data = evaluate.documents_of("texts", text_store(TEXTS), BYTES.specials["eos"], None)
+    data = evaluate.documents_of("texts", text_store(TEXTS), FRAME, FRAME, None)
     found = evaluate.score(model, data, make_mesh("1"), context=16, batch_size=4)
     sums = evaluate.sums_of(model, data, make_mesh("1"), context=16, row_length=16, batch_size=4)
     loss, n = sums["nats"].sum() / sums["tokens"].sum(), len(sums["nats"])
@@ -94,7 +99,7 @@ def test_the_standard_error_is_that_of_a_ratio_over_rows(model):
 def test_documents_are_found_by_offsets_or_by_their_end(known):
     ids = np.array([1, 2, 9, 9, 3, 9, 4, 5], np.uint16)
     where = {"offsets": np.array([0, 3, 4, 6, 8])} if known == "offsets" else {"eos": 9}
-    data = evaluate.documents_of("d", Store("d", ids, 10, **where), 9, None)
+    data = evaluate.documents_of("d", Store("d", ids, 10, **where), of_ids(9), of_ids(9), None)
     found = [
         (data.store.ids[a : a + n].tolist(), data.store.ids[a + 1 : a + n + 1].tolist()) for a, n in data.spans.tolist()
     ]
@@ -104,10 +109,10 @@ def test_documents_are_found_by_offsets_or_by_their_end(known):
 def test_without_an_end_token_the_first_token_of_a_document_is_not_scored():
     ids = np.array([0, 1, 2, 0, 1], np.uint16)
     store = Store("d", ids, 3, np.array([0, 3, 5]), text_bytes=9)
-    data = evaluate.documents_of("d", store, None, np.array([1, 3, 1]))
+    data = evaluate.documents_of("d", store, of_ids(None), of_ids(None), np.array([1, 3, 1]))
     assert data.spans.tolist() == [[0, 2], [3, 1]]
     assert data.text_bytes == 9 - 1 - 1
-    assert evaluate.documents_of("d", store, None, None).text_bytes is None
+    assert evaluate.documents_of("d", store, of_ids(None), of_ids(None), None).text_bytes is None
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +210,7 @@ def test_rolling_log_likelihood_agrees_with_bits_per_byte(model):
     # Of a longer text the harness gives the last piece more context than one token.
     texts = [t for t in TEXTS if 0 < len(t) <= 48]
     found = lm.loglikelihood_rolling([SimpleNamespace(args=(t.decode(),)) for t in texts])
-    data = evaluate.documents_of("t", text_store(texts), BYTES.specials["eos"], None)
+    data = evaluate.documents_of("t", text_store(texts), FRAME, FRAME, None)
     ours = evaluate.score(model, data, make_mesh("1"), context=48, batch_size=2)
     assert -sum(found) / math.log(2) / sum(map(len, texts)) == pytest.approx(ours["bits_per_byte"], abs=1e-5)
 

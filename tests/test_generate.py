@@ -127,7 +127,7 @@ def test_a_line_that_is_no_prompt_is_named(said, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     status, _, err = said("--prompts", str(tmp_path / "p.jsonl"))
     assert status == 2
-    assert "p.jsonl: line 2 is no JSON object" in err
+    assert 'p.jsonl: line 2 has no text "prompt"' in err
 
 
 def test_a_run_without_a_tokenizer_is_refused(tmp_path, capsys):
@@ -217,7 +217,7 @@ def test_settings_of_samples_are_checked(changes, message, corpus):
     ("changes", "message"),
     [
         (dict(sample__prompts=("€",)), "sample.prompts: '€': the prompt: character '€' at 0"),
-        (dict(sample__prompts=("",)), "sample.prompts: '': an empty prompt"),
+        (dict(sample__prompts=("",)), "sample.prompts: '': a prompt without tokens"),
         (dict(sample__prompts=("a" * 16,)), "sample.prompts: 'a+': a prompt of 16 tokens"),
         (
             dict(data__kind="synthetic", data__path=None, data__val_path=None, data__tokenizer="bytes"),

@@ -62,7 +62,7 @@ def test_round_trip_is_exact(name, tmp_path):
     _, hf, params = exported(tmp_path, name)
     assert json.loads((hf / "config.json").read_text())["model_type"] == family
     done = import_model(hf, tmp_path / "back")
-    cfg, back, step = run.load_model(tmp_path / "back")
+    cfg, back, step, _ = run.load_model(tmp_path / "back")
     assert (done.family, step) == (family, 0)
     assert cfg.model == canonical(model)
     assert_same(back, params)
@@ -97,7 +97,7 @@ def test_sixteen_bits_are_read_exactly(dtype, tmp_path):
     stored = load_file(hf / "model.safetensors")
     assert {a.dtype for a in stored.values()} == {numbers}
     import_model(hf, tmp_path / "back", dtype="bfloat16")
-    cfg, back, _ = run.load_model(tmp_path / "back")
+    cfg, back, _, _ = run.load_model(tmp_path / "back")
     assert cfg.model.dtype == "bfloat16"  # of the computation; the parameters stay float32
     rounded = jax.tree.map(lambda a: a.astype(ml_dtypes.bfloat16).astype(numbers).astype(np.float32), params)
     assert_same(back, rounded)
@@ -146,7 +146,7 @@ def test_P51_consecutive_query_heads_read_one_key_value_head_after_import(tmp_pa
 
     edit(tmp_path / "hf", values_10_and_20)
     import_model(tmp_path / "hf", tmp_path / "back")
-    cfg, params, _ = run.load_model(tmp_path / "back")
+    cfg, params, _, _ = run.load_model(tmp_path / "back")
     layer = jax.tree.map(lambda a: a[0], params["blocks"][0]["attention"])
     full = attention_lib.ATTENTION["full"]
     y, _ = attention_lib.attention(layer, jnp.ones((1, 3, 16)), cfg.model.attention, attention_lib.Context(), full)
@@ -158,7 +158,7 @@ def test_P52_tied_embeddings_are_one_tensor_and_one_leaf_with_both_gradients(tmp
     assert json.loads((hf / "config.json").read_text())["tie_word_embeddings"] is True
     assert "lm_head.weight" not in load_file(hf / "model.safetensors")
     import_model(hf, tmp_path / "back")
-    cfg, params, _ = run.load_model(tmp_path / "back")
+    cfg, params, _, _ = run.load_model(tmp_path / "back")
     assert "head" not in params
     tokens = jnp.arange(24).reshape(2, 12) % 64
     loss = lambda params, cfg: jnp.mean(jax.nn.log_softmax(logits_of(params, tokens, cfg))[..., 3])
@@ -505,7 +505,7 @@ def test_an_equivalent_pattern_is_the_same_model(tmp_path):
     params = save_run(tmp_path / "run", model)
     export_model(tmp_path / "run", tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "back")
-    cfg, back, _ = run.load_model(tmp_path / "back")
+    cfg, back, _, _ = run.load_model(tmp_path / "back")
     assert cfg.model == canonical(BASE)
     (stack,) = back["blocks"]
     for layer, (place, index) in enumerate([(0, 0), (1, 0), (0, 1)]):
@@ -591,7 +591,9 @@ def test_an_imported_model_has_at_most_so_many_positions_in_a_row(tmp_path):
 def test_a_directory_that_holds_a_run_is_refused(tmp_path):
     _, hf, _ = exported(tmp_path)
     import_model(hf, tmp_path / "w")
-    with pytest.raises(ValueError, match=r"holds checkpoints, config\.json; give another directory, or --overwrite"):
+    with pytest.raises(
+        ValueError, match=r"holds checkpoints, config\.json, frame\.json; give another directory, or --overwrite"
+    ):
         import_model(hf, tmp_path / "w")
     (tmp_path / "w/notes.txt").write_text("mine")
     edit(hf, lambda tensors: tensors["model.norm.weight"].fill(0.5))
@@ -620,9 +622,9 @@ def test_an_interrupted_import_is_no_run(at, tmp_path, monkeypatch):
             import_model(hf, tmp_path / "w")
     with pytest.raises(ValueError, match=r"no config\.json, so no run"):
         run.load_model(tmp_path / "w")
-    assert {p.name for p in (tmp_path / "w").iterdir()} <= {"checkpoints", "tokenizer.json"}
+    assert {p.name for p in (tmp_path / "w").iterdir()} <= {"checkpoints", "tokenizer.json", "frame.json"}
     if at == "write_whole":
-        with pytest.raises(ValueError, match="holds checkpoints; give another directory, or --overwrite"):
+        with pytest.raises(ValueError, match=r"holds checkpoints, frame\.json; give another directory, or --overwrite"):
             import_model(hf, tmp_path / "w")
     import_model(hf, tmp_path / "w", overwrite=True)
     assert_same(run.load_model(tmp_path / "w").params, params)
@@ -652,9 +654,12 @@ def test_our_tokenizers_become_theirs(tmp_path):
         theirs = load_tokenizer(workdir / "hf/tokenizer.json")
         np.testing.assert_array_equal(theirs.encode(text.encode()), tokenizer.encode(text.encode()))
         assert theirs.decode(theirs.encode(text.encode())) == text.encode()
-        assert (theirs.vocab_size, theirs.specials) == (tokenizer.vocab_size, tokenizer.specials)
-        config = json.loads((workdir / "hf/config.json").read_text())
         eos = tokenizer.specials.get("eos")
+        # Theirs begins texts with the token from which training predicted their first one.
+        begins = {} if eos is None else {"bos": eos}
+        assert (theirs.vocab_size, theirs.specials) == (tokenizer.vocab_size, tokenizer.specials | begins)
+        config = json.loads((workdir / "hf/config.json").read_text())
+        assert config["bos_token_id"] == eos
         assert config["eos_token_id"] == eos
         assert (workdir / "hf/generation_config.json").exists() == (eos is not None)
         if eos is not None:
@@ -666,12 +671,18 @@ def test_a_tokenizer_travels_byte_for_byte(tmp_path):
     export_model(tmp_path / "run", tmp_path / "hf")
     contents = json.loads((tmp_path / "hf/tokenizer.json").read_text())
     (tmp_path / "hf/tokenizer.json").write_text(json.dumps(contents, indent=5))
-    (tmp_path / "hf/tokenizer_config.json").write_text('{ "eos_token":   "<|endoftext|>"}')
+    (tmp_path / "hf/tokenizer_config.json").write_text(
+        '{ "eos_token":   "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     import_model(tmp_path / "hf", tmp_path / "w")
     export_model(tmp_path / "w", tmp_path / "again")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    (tmp_path / "hf/special_tokens_map.json").write_text('{"bos_token":  "<s>"}')
+    import_model(tmp_path / "hf", tmp_path / "w", overwrite=True)
+    export_model(tmp_path / "w", tmp_path / "third")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         first = (tmp_path / "hf" / name).read_bytes()
-        assert first == (tmp_path / "w" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+        assert first == (tmp_path / "w" / name).read_bytes() == (tmp_path / "third" / name).read_bytes()
+        assert name == "special_tokens_map.json" or first == (tmp_path / "again" / name).read_bytes()
 
 
 def test_what_a_folder_lacks_is_told(tmp_path, capsys):
@@ -726,7 +737,7 @@ def test_a_family_can_be_chosen(tmp_path):
     export_model(tmp_path / "run", tmp_path / "hf", family="mistral")
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "mistral"
     import_model(tmp_path / "hf", tmp_path / "w")
-    cfg, back, _ = run.load_model(tmp_path / "w")
+    cfg, back, _, _ = run.load_model(tmp_path / "w")
     assert cfg.model == canonical(BASE)
     assert_same(back, params)
 

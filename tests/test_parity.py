@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from common import assert_close, launch, make_mesh, random_params, text_config
 from hf_models import MODELS, save_run
+from test_frame import made, tuned  # noqa: F401 (fixtures)
 
 from minitf import run
 from minitf.data.tokenizer import load_tokenizer
@@ -45,7 +46,8 @@ IDS = np.random.default_rng(0).integers(0, 64, (2, 40))  # beyond every window a
 
 
 def ours(workdir, ids=IDS):
-    cfg, params, _ = run.load_model(workdir)
+    model = run.load_model(workdir)
+    cfg, params = model.cfg, model.params
     return np.asarray(jax.jit(lambda p, x: logits_of(p, x, cfg.model))(params, jnp.asarray(ids)))
 
 
@@ -110,14 +112,17 @@ def random_model(torch, transformers, name):
     """Every parameter random, norms and biases too."""
     kind, settings = THEIRS[name]
     config = transformers.AutoConfig.for_model(kind, **settings)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return randomised(torch, transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+def randomised(torch, theirs):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for path, p in theirs.named_parameters():
             middle = 1.0 if "norm" in path or ".ln_" in path else 0.0
             p.copy_(middle + SCALE * torch.randn(p.shape, generator=generator))
     theirs.tie_weights()
-    return theirs
+    return theirs.eval()
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -249,3 +254,55 @@ def test_transformers_reads_our_tokenizers(transformers, corpus, tmp_path):
         assert theirs.decode(theirs(text)["input_ids"]) == text
         assert theirs.eos_token_id == mine.specials.get("eos")
         assert theirs.pad_token_id == mine.specials.get("pad")
+
+
+PAIRS = [("ab ba", " abc"), ("c", "ba"), ("", "abc"), ("ab" * 30, "c" * 10)]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama", "gpt2"])
+def test_figures_of_tasks_are_those_of_the_harness_adapter_for_transformers(name, torch, transformers, tmp_path):
+    pytest.importorskip("accelerate")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from test_frame import VOCAB, make_tokenizer
+
+    from minitf import harness
+
+    kind, settings = THEIRS[name]
+    settings = settings | dict(vocab_size=VOCAB, bos_token_id=0, eos_token_id=1)
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    theirs = randomised(torch, transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    theirs.save_pretrained(tmp_path / "hf")
+    tokenizer = make_tokenizer(tmp_path / "hf", start=True)
+    import_model(tmp_path / "hf", tmp_path / "w")
+    adapter = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
+    ours = harness.Model(run.load_model(tmp_path / "w"), tokenizer, make_mesh("1"))
+    scored = [Instance("loglikelihood", {}, pair, 0) for pair in PAIRS]
+    for (mine, greedy), (expected, their_greedy) in zip(
+        ours.loglikelihood(scored), adapter.loglikelihood(scored), strict=True
+    ):
+        assert mine == pytest.approx(expected, abs=1e-4)
+        assert greedy == their_greedy
+    rolled = [Instance("loglikelihood_rolling", {}, ("".join(pair) * 3,), 0) for pair in PAIRS]
+    np.testing.assert_allclose(ours.loglikelihood_rolling(rolled), adapter.loglikelihood_rolling(rolled), atol=1e-4)
+    for stop in ([], ["a"], ["<|im_end|>"]):
+        asked = [
+            Instance("generate_until", {}, (context, {"until": stop, "max_gen_toks": 8}), 0) for context, _ in PAIRS[:2]
+        ]
+        assert ours.generate_until(asked) == adapter.generate_until(asked)
+
+
+def test_a_model_tuned_on_conversations_answers_in_transformers_by_its_template(transformers, tuned, tmp_path):  # noqa: F811
+    from test_frame import CHATS
+
+    export_model(tuned, tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    theirs = load(transformers, tmp_path / "hf")
+    for question, answer in CHATS:
+        ids = tokenizer.apply_chat_template(
+            [question], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        found = theirs.generate(**ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[
+            0, ids["input_ids"].shape[1] :
+        ]
+        assert tokenizer.decode(found) == f"{answer['content']}<|im_end|>"

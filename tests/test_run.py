@@ -266,7 +266,7 @@ def test_an_object_store_holds_a_run_that_resumes(corpus, object_store):
     assert [e["event"] for e in json_lines(epath.Path(workdir) / "events.jsonl")].count("start") == 2
     assert run.load_model(workdir).step == 4
     names = {p.name.split(".")[0] for p in folder.iterdir()}
-    assert names == {"checkpoints", "config", "metrics", "events", "tokenizer"}  # the lock is gone
+    assert names == {"checkpoints", "config", "metrics", "events", "tokenizer", "frame"}  # the lock is gone
     _, lines = launch(change(cfg, steps=1, checkpoint__last=False), workdir, overwrite=True)
     assert [line["step"] for line in lines] == [0, 1]
 

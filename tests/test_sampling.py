@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitf import params as P
+from minitf.data.frame import in_rows, of_tokenizer
 from minitf.data.tokenizer import ByteTokenizer, CharTokenizer
 from minitf.model.transformer import model
 from minitf.sampling import Completion, Sampler, Sampling, bucket, complete, draw, prepared, prompt_ids
@@ -23,7 +24,7 @@ PROMPTS = [np.array(ids) for ids in ([3, 1], [9, 8, 7, 6, 5], [1, 2, 3, 4, 5, 6,
 
 @functools.cache
 def made(known=None, end=None, mesh="1"):
-    return Sampler(CFG, make_mesh(mesh), known, end), random_params(CFG)
+    return Sampler(CFG, make_mesh(mesh), known, () if end is None else (end,)), random_params(CFG)
 
 
 def ids_of(prompts, n, sampling=GREEDY, *, known=None, end=None, mesh="1", **keywords):
@@ -181,9 +182,11 @@ def test_P60_more_than_the_model_tells_apart_is_refused():
 
 
 def test_prompts_that_cannot_be_read_are_refused():
-    with pytest.raises(ValueError, match="empty prompt"):
+    with pytest.raises(ValueError, match="a prompt without tokens"):
         ids_of([np.array([], int)], 1)
-    with pytest.raises(ValueError, match="ids from 1 to 64: known are 0 to 63"):
+    with pytest.raises(ValueError, match="prompt 2 of 2: a prompt of 60 tokens"):
+        ids_of([np.array([1]), np.ones(60, int)], 5)
+    with pytest.raises(ValueError, match="a prompt with the id 64: the model has rows for 0 to 63"):
         ids_of([np.array([1, 64])], 1)
 
 
@@ -258,7 +261,9 @@ def test_P41_only_ids_of_the_tokenizer_are_drawn():
     tokenizer = CharTokenizer("".join(map(chr, range(97, 97 + 50))))
     cfg = change(TINY, model__max_seq_len=512).model
     sampler, params = Sampler(cfg, make_mesh("1"), tokenizer.vocab_size), random_params(cfg)
-    found = complete(sampler, params, tokenizer, [prompt_ids(tokenizer, "abc")] * 4, 500, Sampling())
+    found = complete(
+        sampler, params, tokenizer, [prompt_ids(tokenizer, of_tokenizer(tokenizer), "abc")] * 4, 500, Sampling()
+    )
     ids = np.array([c.ids for c in found])
     assert ids.shape == (4, 500)
     assert ids.max() == 49
@@ -295,11 +300,12 @@ def test_any_prompts_and_settings_give_known_ids_and_the_same_again(lengths, n, 
 # ---- text
 
 BYTES = ByteTokenizer()
+FRAME = of_tokenizer(BYTES)
 
 
 def text_model():
     cfg = change(TINY, model__max_seq_len=128, model__vocab_size=320).model
-    return Sampler(cfg, make_mesh("1"), BYTES.vocab_size, BYTES.specials["eos"]), random_params(cfg)
+    return Sampler.of(cfg, make_mesh("1"), BYTES, FRAME), random_params(cfg)
 
 
 def grown(texts, stops=()):
@@ -338,7 +344,7 @@ def test_of_several_stop_strings_the_first_in_the_text_counts():
 
 
 def test_the_end_token_ends_the_text():
-    completion = Completion(BYTES, np.array([65]))
+    completion = Completion(BYTES, np.array([65]), ends=FRAME.stops)
     completion.add([66, 256, 67], [-1.0] * 3)
     assert (completion.text, completion.reason, completion.ids) == ("B", "end", [66])
 
@@ -346,7 +352,7 @@ def test_the_end_token_ends_the_text():
 @pytest.mark.parametrize("stops", [(), ("a",), ("é", "\n\n")])
 def test_texts_are_the_same_for_every_chunk(stops):
     sampler, params = text_model()
-    prompts = [prompt_ids(BYTES, text) for text in ("one", "another", "")]
+    prompts = [prompt_ids(BYTES, FRAME, text) for text in ("one", "another", "")]
     of = lambda chunk: complete(sampler, params, BYTES, prompts, 60, Sampling(), stops=stops, chunk=chunk)
     expected = of(None)
     for chunk in (1, 7):
@@ -362,7 +368,7 @@ def test_what_is_shown_only_grows_into_the_text():
         sampler,
         params,
         BYTES,
-        [prompt_ids(BYTES, text) for text in "ab"],
+        [prompt_ids(BYTES, FRAME, text) for text in "ab"],
         50,
         Sampling(),
         chunk=4,
@@ -377,17 +383,21 @@ def test_what_is_shown_only_grows_into_the_text():
 
 
 def test_an_empty_prompt_begins_as_a_document_does():
-    assert prompt_ids(BYTES, "").tolist() == [256]
-    assert prompt_ids(BYTES, "é").tolist() == list("é".encode())
-    assert prompt_ids(CharTokenizer("ab"), "").tolist() == []
+    assert prompt_ids(BYTES, FRAME, "").tolist() == [256]
+    assert prompt_ids(BYTES, FRAME, "é").tolist() == list("é".encode())
+    chars = CharTokenizer("ab")
+    assert prompt_ids(chars, of_tokenizer(chars), "").tolist() == []
+    # Where training never predicts a first token, no token begins a text.
+    assert prompt_ids(BYTES, in_rows(FRAME, follow=False), "").tolist() == []
 
 
 def test_a_prompt_stands_behind_what_its_tokenizer_puts_before_texts():
     class WithBeginning(ByteTokenizer):
         prefix = (257,)
 
-    assert prompt_ids(WithBeginning(), "a").tolist() == [257, 97]
-    assert prompt_ids(WithBeginning(), "").tolist() == [257]
+    frame = in_rows(of_tokenizer(WithBeginning()), follow=False)
+    assert prompt_ids(WithBeginning(), frame, "a").tolist() == [257, 97]
+    assert prompt_ids(WithBeginning(), frame, "").tolist() == [257]
 
 
 def test_text_whose_ids_read_by_their_place_is_that_behind_the_prompt():

@@ -256,3 +256,18 @@ def test_without_its_package_a_tokenizer_file_names_what_to_install(file, monkey
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"needs the package tokenizers: pip install '.\[data\]'"):
         load_tokenizer(file)
+
+
+def test_a_plain_entry_that_is_spelt_like_a_special_token_is_none(tmp_path):
+    import tokenizers
+
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<unk>": 3}, unk_token="<unk>")
+    )
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").specials == {}
+    library.add_special_tokens(["</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").specials == {"eos": 2}
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')  # named, it is one
+    assert load_tokenizer(tmp_path / "tokenizer.json").specials == {"eos": 2, "bos": 1}

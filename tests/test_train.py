@@ -245,6 +245,8 @@ def test_modules_import_only_what_stands_above_them():
         ),
         *(
             "data.tokenizer",
+            "data.chat",
+            "data.frame",
             "data.store",
             "data.mixture",
             "data.packing",

@@ -5,9 +5,11 @@ python -m tools.prepare_data --input chats.jsonl --format chat --output data/cha
 python -m tools.prepare_data --output data/store --verify
 
 A core encodes 1 to 4 MB of text a second; the disk holds the ids twice until the end. Killed at any time, the same command goes
-on where it was, and the store is the same, byte for byte, whatever the kills and the number of workers. Each document ends with
-the tokenizer's end mark; whether it is for validation follows from its text alone. Exit status: 0 done (also: already done),
-1 a failure, or files that --verify finds changed, 2 a mistake in what was asked for, 3 stopped by Ctrl-C.
+on where it was, and the store is the same, byte for byte, whatever the kills and the number of workers. Each document begins with
+the start token that the tokenizer itself puts before a text, where it does, and ends with its end token; the manifest says so
+(frame), and training, evaluation and generation follow it. Whether a document is for validation follows from its text alone. Exit
+status: 0 done (also: already done), 1 a failure, or files that --verify finds changed, 2 a mistake in what was asked for, 3
+stopped by Ctrl-C.
 
 Files are read as tools/preparation/documents.py says. A record of --format text has a text (--text_key); of completion, `prompt`
 and `completion`, of which only the latter counts in the loss; of chat, `messages`, of which the assistant's count. Rows of
@@ -28,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from minitf.data import frame as frames
 from minitf.data import store
 from minitf.data.packing import add_plan
 from minitf.data.tokenizer import (
@@ -67,7 +70,10 @@ from tools.preparation.workers import Task, WorkerDied, cores, parallel
 def settings_of(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     """What decides the store, but for the inputs. Not --skip_bad: with it, a run that met a bad record goes on."""
     names = "format text_key token_dtype val_fraction seed shuffle dedup near_threshold shard_tokens"
-    return {"tokenizer": tokenizer.fingerprint, **{name: getattr(args, name) for name in names.split()}}
+    start = frames.start_of(tokenizer)
+    # Not where there is none: stores from before it was written are the same.
+    framed = {} if start is None else {"start_token": start}
+    return {"tokenizer": tokenizer.fingerprint, **framed, **{name: getattr(args, name) for name in names.split()}}
 
 
 def check_tokenizer(args: argparse.Namespace) -> Tokenizer:
@@ -226,6 +232,7 @@ def assemble(work: Work, ours: dict[str, Any], numbers: dict[str, Any], tokenize
         "byteorder": "little",
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
+        "frame": frames.to_tree(frames.of_tokenizer(tokenizer, conversations=ours["settings"]["format"] == "chat")),
         "masked": masked,
         "splits": splits,
         "prepared": {"settings": ours["settings"], "inputs": inputs, "numbers": told},

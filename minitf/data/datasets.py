@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from minitf.data.store import SPLITS, Store, concatenated, inside, open_split, open_tokens, read_manifest
+from minitf.data import frame as frames
+from minitf.data.frame import Frame
+from minitf.data.store import (
+    MANIFEST,
+    SPLITS,
+    Store,
+    check_rows,
+    concatenated,
+    inside,
+    open_split,
+    open_tokens,
+    read_manifest,
+)
 from minitf.data.tokenizer import FILE, Tokenizer, id_dtype, load_tokenizer, make_tokenizer
 from minitf.tables import pick
 
@@ -53,33 +65,43 @@ class Corpus(NamedTuple):
     tokenizer: Tokenizer | None  # None: the ids came from elsewhere
     size: int  # bytes read
     sha256: str  # of them
+    frame: Frame  # of its documents
     name: str = ""  # of one of several
+    note: str | None = None  # what a run should say of it
+
+
+Framing = Callable[[Tokenizer], Frame]  # how texts that are encoded at the start begin and end; a store says so itself
 
 
 class Source(NamedTuple):
-    load: Callable[[DataConfig, int | None], Corpus]  # (cfg, model.vocab_size)
+    load: Callable[[DataConfig, int | None, Framing], Corpus]  # (cfg, model.vocab_size, framing)
     reads: tuple[str, ...]
 
 
 Documents = list[tuple[str, bytes]]  # (name, text)
 
 
-def tokenized(name: str, texts: Documents, tokenizer: Tokenizer) -> Store:
-    """Documents as a store in memory."""
+def tokenized(name: str, texts: Documents, tokenizer: Tokenizer, frame: Frame, rows: int | None = None) -> Store:
+    """Documents as a store in memory, each in its frame. Raises ValueError for an id that is not below `rows`, where given."""
+    size = tokenizer.vocab_size
     ids = [tokenizer.encode(text, doc) for doc, text in texts]
-    eos = tokenizer.specials.get("eos")
-    store = concatenated(name, ids, tokenizer.vocab_size, id_dtype(tokenizer.vocab_size), eos)
+    if rows is not None and rows < size:
+        for (doc, _), found in zip(texts, ids, strict=True):
+            check_rows(found, rows, doc)
+    store = concatenated(name, ids, size, id_dtype(size), frame.end, frame.opens)
     return dataclasses.replace(store, text_bytes=sum(len(text) for _, text in texts))
 
 
-def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig) -> Corpus:
+def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig, framing: Framing) -> Corpus:
     """Tokenizes documents. A character tokenizer takes its alphabet from both splits."""
     tokenizer = make_tokenizer(cfg.tokenizer, train + val)
+    frame = framing(tokenizer)
     digest = hashlib.sha256()
     for doc, text in train + val:
         digest.update(doc.encode() + b"\0" + text)
-    stores = (tokenized(f"{name} ({split})", texts, tokenizer) for split, texts in (("train", train), ("val", val)))
-    return Corpus(*stores, tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest())
+    parts = (("train", train), ("val", val))
+    stores = (tokenized(f"{name} ({split})", texts, tokenizer, frame) for split, texts in parts)
+    return Corpus(*stores, tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest(), frame)
 
 
 def hashed_to_val(name: str, fraction: float) -> bool:
@@ -111,13 +133,13 @@ def stdlib_documents(root: str) -> Iterator[tuple[str, bytes]]:
                 yield path.relative_to(root).as_posix(), path.read_bytes().replace(b"\r\n", b"\n")
 
 
-def load_stdlib(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+def load_stdlib(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
     """The running interpreter's standard library: real text that is always there. Differs between Python versions."""
     root = sysconfig.get_path("stdlib")
     documents = list(stdlib_documents(root))
     if not documents:
         raise ValueError(f"data.kind=stdlib: no *.py files in {root}; use data.kind=text with data.path")
-    return from_documents("the standard library", *split_by_name(documents, STDLIB_VAL_FRACTION), cfg)
+    return from_documents("the standard library", *split_by_name(documents, STDLIB_VAL_FRACTION), cfg, framing)
 
 
 def find_files(pattern: str, setting: str) -> tuple[list[tuple[str, Path]], bool]:
@@ -147,7 +169,7 @@ def read_text(pattern: str, setting: str) -> tuple[Documents, bool]:
     return [(name, path.read_bytes()) for name, path in files], single
 
 
-def load_text(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+def load_text(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
     """UTF-8 text files. Bytes are kept as they are: line ends, byte-order marks and all."""
     train, single = read_text(named_path(cfg), "data.path")
     if cfg.val_path is None and single:
@@ -158,9 +180,9 @@ def load_text(cfg: DataConfig, vocab_size: int | None) -> Corpus:
             cut = len(chars[: int(len(chars) * share)].encode())
         except UnicodeDecodeError:
             cut = int(len(text) * share)
-        return from_splits(cfg, [(name, text[:cut])], [(name, text[cut:])])
+        return from_splits(cfg, [(name, text[:cut])], [(name, text[cut:])], framing)
     val = None if cfg.val_path is None else read_text(cfg.val_path, "data.val_path")[0]
-    return from_splits(cfg, train, val)
+    return from_splits(cfg, train, val, framing)
 
 
 def named_path(cfg: DataConfig) -> str:
@@ -169,7 +191,7 @@ def named_path(cfg: DataConfig) -> str:
     return cfg.path
 
 
-def from_splits(cfg: DataConfig, train: Documents, val: Documents | None) -> Corpus:
+def from_splits(cfg: DataConfig, train: Documents, val: Documents | None, framing: Framing) -> Corpus:
     """Tokenizes documents; val None: those that the hash of their name chooses. Raises ValueError where there are none."""
     if val is None:
         train, val = split_by_name(train, cfg.val_fraction)
@@ -177,7 +199,7 @@ def from_splits(cfg: DataConfig, train: Documents, val: Documents | None) -> Cor
         raise ValueError(
             f"data.path={cfg.path}: no text in {len(train)} documents for training; {len(val)} for validation"
         )
-    return from_documents(cfg.path, train, val, cfg)
+    return from_documents(cfg.path, train, val, cfg, framing)
 
 
 LIMIT = 2**30  # bytes of text that a start may tokenize
@@ -214,17 +236,17 @@ def arrow(module: str) -> Any:
         raise ValueError("data.kind: needs the package pyarrow: pip install '.[data]'") from None
 
 
-def load_files(cfg: DataConfig, read: Callable[[str, Path, str], Documents]) -> Corpus:
+def load_files(cfg: DataConfig, framing: Framing, read: Callable[[str, Path, str], Documents]) -> Corpus:
     """The documents of all files that data.path and data.val_path name; read(name, path, setting) gives those of one."""
 
     def all_of(pattern: str, setting: str) -> Documents:
         return [doc for name, path in find_files(pattern, setting)[0] for doc in read(name, path, setting)]
 
     val = None if cfg.val_path is None else all_of(cfg.val_path, "data.val_path")
-    return from_splits(cfg, all_of(named_path(cfg), "data.path"), val)
+    return from_splits(cfg, all_of(named_path(cfg), "data.path"), val, framing)
 
 
-def load_parquet(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+def load_parquet(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
     """A column of parquet files, a row a document. Read whole: parquet has no random access to a row."""
     parquet = arrow(".parquet")
 
@@ -236,10 +258,10 @@ def load_parquet(cfg: DataConfig, vocab_size: int | None) -> Corpus:
             raise ValueError(f"{setting}: {path}: {e}") from None
         return column(table, name, cfg)
 
-    return load_files(cfg, read)
+    return load_files(cfg, framing, read)
 
 
-def load_arrayrecord(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+def load_arrayrecord(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
     """Records of ArrayRecord files, each the UTF-8 text of a document."""
 
     def read(name: str, path: Path, setting: str) -> Documents:
@@ -249,10 +271,10 @@ def load_arrayrecord(cfg: DataConfig, vocab_size: int | None) -> Corpus:
             raise ValueError(f"{setting}: {path}: no ArrayRecord file: {e}") from None
         return texts_of(name, (source[i] for i in range(len(source))), path.stat().st_size)
 
-    return load_files(cfg, read)
+    return load_files(cfg, framing, read)
 
 
-def load_huggingface(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+def load_huggingface(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
     """A folder that `save_to_disk` of Hugging Face's datasets wrote: one dataset, or splits of which train and validation (or
     test) are taken."""
     ipc, pyarrow = arrow(".ipc"), arrow("")
@@ -274,20 +296,20 @@ def load_huggingface(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     val = None if cfg.val_path is None else read(Path(cfg.val_path).expanduser(), "data.val_path")
     splits = directory / "dataset_dict.json"
     if not splits.is_file():
-        return from_splits(cfg, read(directory, "data.path"), val)
+        return from_splits(cfg, read(directory, "data.path"), val, framing)
     names = json.loads(splits.read_text())["splits"]
     if "train" not in names:
         raise ValueError(f"data.path={directory}: has the splits {', '.join(names)}, not train; name one by its folder")
     held_out = next((name for name in ("validation", "val", "test") if name in names), None)
     if val is None and held_out is not None:
         val = read(directory / held_out, "data.path")
-    return from_splits(cfg, read(directory / "train", "data.path"), val)
+    return from_splits(cfg, read(directory / "train", "data.path"), val, framing)
 
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int32", "int64")  # little-endian
 
 
-def load_tokens(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+def load_tokens(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
     """Flat files of token ids: nanoGPT's train.bin and val.bin, or one file whose end is for validation."""
     if cfg.path is None:
         raise ValueError("data.path=None: data.kind=tokens needs a file, or a directory with train.bin and val.bin")
@@ -325,22 +347,29 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None) -> Corpus:
             dataclasses.replace(s, name=f"{s.name} ({n})", ids=ids)
             for n, ids in (("train", s.ids[:cut]), (f"val, from token {cut} on", s.ids[cut:]))
         ]
-    return Corpus(*stores, None, sum(f.stat().st_size for f in files), digest.hexdigest())
+    size = sum(f.stat().st_size for f in files)
+    return Corpus(*stores, None, size, digest.hexdigest(), frames.of_ids(cfg.eos_id))
 
 
 SYNTHETIC_PERIODS = 64
 
 
-def load_synthetic(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+def load_synthetic(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
     """The tutorial's counting task: 0, 1, 2, ... modulo the vocabulary, so that the next id is always this one plus one."""
     if vocab_size is None:
         raise ValueError("model.vocab_size=None: data.kind=synthetic counts modulo it")
     ids = (np.arange(vocab_size * SYNTHETIC_PERIODS + 1) % vocab_size).astype(id_dtype(vocab_size))
     store = Store("counting", ids, vocab_size)
-    return Corpus(store, store, None, ids.nbytes, hashlib.sha256(ids.tobytes()).hexdigest())
+    return Corpus(store, store, None, ids.nbytes, hashlib.sha256(ids.tobytes()).hexdigest(), Frame())
 
 
-def load_store(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+BEFORE = (  # of stores and runs alike
+    "was made before the frame of its texts was stored, and is read as then: documents without a start token, scored from the end "
+    "token; prompts with the tokenizer's own start token"
+)
+
+
+def load_store(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
     """What `python -m tools.prepare_data` wrote. Its identity is that of its shards and its tokenizer, wherever it lies."""
     if cfg.path is None:
         raise ValueError("data.path=None: data.kind=store needs the directory of a store, or data.mixture several")
@@ -356,10 +385,16 @@ def load_store(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     identity = json.dumps([expected, shards], sort_keys=True)
     train, val = (open_split(directory, manifest, split) for split in SPLITS)
     size = (len(train) + len(val)) * np.dtype(manifest["dtype"]).itemsize
-    return Corpus(train, val, tokenizer, size, hashlib.sha256(identity.encode()).hexdigest())
+    written, note = manifest.get("frame"), None
+    if written is None:
+        frame = frames.of_before(tokenizer)
+        note = f"{directory}: {BEFORE}"
+    else:
+        frame = frames.from_tree(written, str(directory / MANIFEST))
+    return Corpus(train, val, tokenizer, size, hashlib.sha256(identity.encode()).hexdigest(), frame, note=note)
 
 
-def load_none(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+def load_none(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
     """Of an imported model."""
     raise ValueError(
         "data.kind=none: the run's model was imported and has no data; evaluate takes some by --data, and a training in another "
@@ -380,9 +415,9 @@ DATASETS = {
 }
 
 
-def load(cfg: DataConfig, vocab_size: int | None) -> Corpus:
+def load(cfg: DataConfig, vocab_size: int | None, framing: Framing = frames.of_tokenizer) -> Corpus:
     """The corpus that the config names. Raises ValueError for what a user can mend, a vocabulary too small among it."""
-    corpus = pick("data.kind", DATASETS, cfg.kind).load(cfg, vocab_size)
+    corpus = pick("data.kind", DATASETS, cfg.kind).load(cfg, vocab_size, framing)
     if corpus.tokenizer is not None and vocab_size is not None and corpus.tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"model.vocab_size={vocab_size} is smaller than the {corpus.tokenizer.vocab_size} ids of data.tokenizer={cfg.tokenizer}"
@@ -390,10 +425,10 @@ def load(cfg: DataConfig, vocab_size: int | None) -> Corpus:
     return corpus
 
 
-def load_all(cfg: DataConfig, vocab_size: int | None) -> tuple[Corpus, ...]:
+def load_all(cfg: DataConfig, vocab_size: int | None, framing: Framing = frames.of_tokenizer) -> tuple[Corpus, ...]:
     """The corpora that the config names: one, or those of a mixture, in its order."""
     if cfg.mixture is None:
-        return (load(cfg, vocab_size),)
+        return (load(cfg, vocab_size, framing),)
     if cfg.path is not None:
         raise ValueError(f"data.path={cfg.path}: has no effect beside data.mixture={cfg.mixture}")
     paths = [path for path, _ in cfg.mixture]

@@ -2,7 +2,7 @@
 else."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import grain
@@ -10,7 +10,9 @@ import jax
 import numpy as np
 from absl import flags
 
-from minitf.data.datasets import DataConfig
+from minitf.data import frame as frames
+from minitf.data.datasets import Corpus, DataConfig
+from minitf.data.frame import Frame
 from minitf.data.mixture import Mixture, Phase
 from minitf.data.packing import PackedRows, best_fit, documents, one_a_row, open_plan
 from minitf.data.store import Row, Rows, Store, blank
@@ -75,6 +77,12 @@ def rows_of(store: Store, seq_len: int, cfg: DataConfig, tail: bool = False) -> 
 def has_segments(cfg: DataConfig) -> bool:
     """Whether several documents of a row must not see each other."""
     return cfg.isolate_documents or cfg.packing == "best_fit"
+
+
+def frame_of(corpora: Sequence[Corpus], cfg: DataConfig) -> Frame:
+    """The frame of texts that a run learns from these data, as its rows show them."""
+    frame = frames.joined({c.name: c.frame for c in corpora})
+    return frames.in_rows(frame, follow=cfg.packing == "concat" and not cfg.isolate_documents)
 
 
 # ---- rows to batches

@@ -16,6 +16,14 @@ class DataError(ValueError):
     """The data themselves are wrong: found while they are read."""
 
 
+def check_rows(ids: np.ndarray, rows: int, source: str, start: int = 0) -> None:
+    """Raises DataError where a token of the source, of which these are the tokens from number `start` on, has an id that is not
+    below `rows`."""
+    if len(ids) and (ids.max() >= rows or (ids.dtype.kind == "i" and ids.min() < 0)):
+        at = int(((ids < 0) | (ids >= rows)).argmax())
+        raise DataError(f"{source}: id {ids[at]} at token {start + at} is not below the vocabulary size {rows}")
+
+
 class Joined:
     """Arrays one behind the other, read by slices as if they were one."""
 
@@ -41,6 +49,20 @@ class Joined:
         return np.concatenate(found)
 
 
+class Replaced:
+    """An array of ids, read by slices, with another id in the place of one."""
+
+    def __init__(self, ids: Any, old: int, new: int):
+        self.ids, self.old, self.new = ids, old, new
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        ids = np.asarray(self.ids[index])
+        return np.where(ids == self.old, np.asarray(self.new, np.min_scalar_type(self.new)), ids)
+
+
 class Mapping(NamedTuple):
     """Where a memory-mapped array lies, for another process to map it, too."""
 
@@ -57,6 +79,8 @@ def portable(value: Any) -> Any:
     """A memory-mapped array as its Mapping, as pickling would copy the file; other values as they are."""
     if isinstance(value, Joined):
         return Joined([portable(part) for part in value.parts], value.starts)
+    if isinstance(value, Replaced):
+        return Replaced(portable(value.ids), value.old, value.new)
     base = value
     while isinstance(base, np.ndarray) and isinstance(base.base, np.ndarray):
         base = base.base  # a slice's offset is its file's
@@ -70,6 +94,8 @@ def opened(value: Any) -> Any:
     """The reverse of `portable`."""
     if isinstance(value, Joined):
         return Joined([opened(part) for part in value.parts], value.starts)
+    if isinstance(value, Replaced):
+        return Replaced(opened(value.ids), value.old, value.new)
     return value.open() if isinstance(value, Mapping) else value
 
 
@@ -88,7 +114,7 @@ class Store:
     """
 
     name: str
-    ids: np.ndarray | Joined
+    ids: np.ndarray | Joined | Replaced
     vocab_size: int
     offsets: np.ndarray | None = None
     eos: int | None = None
@@ -112,11 +138,7 @@ class Store:
     def window(self, start: int, stop: int) -> np.ndarray:
         """The ids of tokens start .. stop. Raises DataError where one is not below the vocabulary size."""
         ids = np.asarray(self.ids[start:stop])
-        if ids.max() >= self.vocab_size or (ids.dtype.kind == "i" and ids.min() < 0):
-            at = int(((ids < 0) | (ids >= self.vocab_size)).argmax())
-            raise DataError(
-                f"{self.name}: id {ids[at]} at token {start + at} is not below the vocabulary size {self.vocab_size}"
-            )
+        check_rows(ids, self.vocab_size, self.name, start)
         return ids
 
     def counts(self, start: int, stop: int) -> np.ndarray | int:
@@ -134,11 +156,18 @@ class Store:
         return np.unique(found) if (found[1:] == found[:-1]).any() else found
 
 
-def concatenated(name: str, documents: list[np.ndarray], vocab_size: int, dtype: np.dtype, eos: int | None) -> Store:
-    """One store of many documents, each closed by eos where there is one; empty documents leave nothing."""
+def concatenated(
+    name: str,
+    documents: list[np.ndarray],
+    vocab_size: int,
+    dtype: np.dtype,
+    eos: int | None = None,
+    start: int | None = None,
+) -> Store:
+    """One store of many documents, each between start and eos where there are such; empty documents leave nothing."""
     documents = [d for d in documents if len(d)]
-    end = [] if eos is None else [eos]
-    parts = [np.concatenate([d, np.array(end, dtype)]) if end else d for d in documents]
+    before, behind = (np.array([] if i is None else [i], dtype) for i in (start, eos))
+    parts = [np.concatenate([before, d, behind]) if len(before) + len(behind) else d for d in documents]
     ids = np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
     return Store(name, ids, vocab_size, np.cumsum([0, *map(len, parts)], dtype=np.int64))
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +26,17 @@ SPELLINGS = {
 class Tokenizer(Protocol):
     name: str
     specials: Mapping[str, int]  # role (see SPELLINGS) -> id
-    prefix: tuple[int, ...]  # ids that stand before a text that a model goes on with
+    prefix: tuple[int, ...]  # ids that it puts before each text by itself; frame.py decides what begins a text
+
+    @property
+    def spelled(self) -> Mapping[str, int]:
+        """Special ids by their spelling."""
+        ...
+
+    @property
+    def named(self) -> Mapping[str, str]:
+        """Spellings of special tokens by the names that templates have for them: bos_token, eos_token, ..."""
+        ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -40,13 +51,28 @@ class Tokenizer(Protocol):
         """int32 [vocab_size]: bytes of text that each id stands for, 0 for special ids; None where that depends on its place."""
         ...
 
-    def encode(self, text: bytes, source: str = "text") -> np.ndarray:
-        """Ids of one document, in the narrowest unsigned type. Raises ValueError naming `source`."""
+    def encode(self, text: bytes, source: str = "text", *, specials: bool = False) -> np.ndarray:
+        """Ids of one document, in the narrowest unsigned type. `specials`: what spells a special token is one; else it is text.
+        Raises ValueError naming `source`."""
         ...
 
     def decode(self, ids: np.ndarray) -> bytes:
         """The text of ids; special ids give nothing."""
         ...
+
+
+def by_role(specials: Mapping[str, int]) -> dict[str, int]:
+    """Our own tokenizers' special ids by the spelling that is the usual one for their role."""
+    return {SPELLINGS[role][0]: i for role, i in specials.items()}
+
+
+def split_specials(text: bytes, spelled: Mapping[str, int]) -> list[bytes | int]:
+    """The text cut at what spells a special token: pieces of text, and ids."""
+    if not spelled:
+        return [text]
+    longest_first = sorted(spelled, key=len, reverse=True)
+    parts = re.split(b"(" + b"|".join(re.escape(token.encode()) for token in longest_first) + b")", text)
+    return [spelled[part.decode()] if i % 2 else part for i, part in enumerate(parts) if part]
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
@@ -74,8 +100,19 @@ class ByteTokenizer:
     def byte_lengths(self) -> np.ndarray:
         return np.r_[np.ones(256, np.int32), np.zeros(len(self.specials), np.int32)]
 
-    def encode(self, text: bytes, source: str = "text") -> np.ndarray:
-        return np.frombuffer(text, np.uint8).astype(id_dtype(self.vocab_size))
+    @property
+    def spelled(self) -> dict[str, int]:
+        return by_role(self.specials)
+
+    @property
+    def named(self) -> dict[str, str]:
+        return {f"{role}_token": SPELLINGS[role][0] for role in self.specials}
+
+    def encode(self, text: bytes, source: str = "text", *, specials: bool = False) -> np.ndarray:
+        dtype = id_dtype(self.vocab_size)
+        parts = split_specials(text, self.spelled) if specials else [text]
+        ids = [np.array([x], dtype) if isinstance(x, int) else np.frombuffer(x, np.uint8).astype(dtype) for x in parts]
+        return ids[0] if len(ids) == 1 else np.concatenate([np.zeros(0, dtype), *ids])
 
     def decode(self, ids: np.ndarray) -> bytes:
         ids = np.asarray(ids)
@@ -124,7 +161,15 @@ class CharTokenizer:
     def byte_lengths(self) -> np.ndarray:
         return np.array([len(c.encode()) for c in self.alphabet], np.int32)
 
-    def encode(self, text: bytes, source: str = "text") -> np.ndarray:
+    @property
+    def spelled(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def named(self) -> dict[str, str]:
+        return {}
+
+    def encode(self, text: bytes, source: str = "text", *, specials: bool = False) -> np.ndarray:
         points = code_points(text, source)
         known = np.array([ord(c) for c in self.alphabet], np.uint32)
         ids = np.searchsorted(known, points)
@@ -172,28 +217,50 @@ class HuggingFaceTokenizer:
         self.library.encode_special_tokens = True
         self._vocabulary = self.library.get_vocab(with_added_tokens=True)
         self.specials = self._named_specials()
-        # What its own post-processor puts there: <s>, <|begin_of_text|>, or nothing.
-        added = self.library.encode("", add_special_tokens=True).ids
-        self.prefix = tuple(i for i in added if i == self.specials.get("bos"))
+        # What its own post-processor puts there: <s>, <|begin_of_text|>, or nothing. Of an empty text it would not tell what
+        # stands before from what stands behind.
+        around = self.library.encode("a", add_special_tokens=True).ids
+        text = self.library.encode("a", add_special_tokens=False).ids
+        at = next((i for i in range(len(around)) if text and around[i : i + len(text)] == text), None)
+        self.prefix = tuple(i for i in around if i == self.specials.get("bos")) if at is None else tuple(around[:at])
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """tokenizer_config.json beside the file; {} where there is none."""
-        path = self.path.with_name(CONFIG)
-        try:
-            return json.loads(path.read_text()) if path.is_file() else {}
-        except ValueError as e:
-            raise ValueError(f"{path}: {e}") from None
+        """tokenizer_config.json beside the file, and what special_tokens_map.json alone says; {} where there is neither."""
+        tree: dict[str, Any] = {}
+        for path in map(self.path.with_name, (SPECIALS, CONFIG)):
+            try:
+                tree |= json.loads(path.read_text()) if path.is_file() else {}
+            except (ValueError, TypeError) as e:
+                raise ValueError(f"{path}: {e}") from None
+        return tree
 
     def _named_specials(self) -> dict[str, int]:
         specials = {}
+        added = {t.content for t in self.library.get_added_tokens_decoder().values() if t.special}
         for role, spellings in SPELLINGS.items():
-            token = self.config.get(f"{role}_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            known = [t for t in (token, *spellings) if t in self._vocabulary]
+            named = self._token(f"{role}_token")
+            # A usual spelling may also be a plain entry, learnt from text.
+            known = [t for t in ([named] if named in self._vocabulary else spellings) if t == named or t in added]
             if known:
                 specials[role] = self._vocabulary[known[0]]
         return specials
+
+    def _token(self, key: str) -> Any:
+        """The spelling of a token that the configuration names."""
+        token = self.config.get(key)
+        return token.get("content") if isinstance(token, dict) else token
+
+    @functools.cached_property
+    def spelled(self) -> dict[str, int]:
+        added = {t.content: i for i, t in self.library.get_added_tokens_decoder().items() if t.special}
+        spelling = {i: token for token, i in self._vocabulary.items()}
+        return added | {spelling[i]: i for i in (*self.specials.values(), *self.prefix)}
+
+    @property
+    def named(self) -> dict[str, str]:
+        values = {key: self._token(key) for key in self.config if key.endswith("_token")}
+        return {key: token for key, token in values.items() if isinstance(token, str)}
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -229,7 +296,18 @@ class HuggingFaceTokenizer:
         dtype = id_dtype(self.vocab_size)
         return [np.array(e.ids, dtype) for e in found]
 
-    def encode(self, text: bytes, source: str = "text") -> np.ndarray:
+    @functools.cached_property
+    def _reading_specials(self) -> Any:
+        """The library, told that what spells a special token is one."""
+        found = type(self.library).from_buffer(self.contents)
+        found.no_padding()
+        found.no_truncation()
+        return found
+
+    def encode(self, text: bytes, source: str = "text", *, specials: bool = False) -> np.ndarray:
+        if specials:
+            found = self._reading_specials.encode(as_unicode(text, source), add_special_tokens=False)
+            return np.array(found.ids, id_dtype(self.vocab_size))
         return self.encode_batch([as_unicode(text, source)])[0]
 
     def decode(self, ids: np.ndarray) -> bytes:
@@ -271,6 +349,7 @@ def make_tokenizer(name: str, documents: list[tuple[str, bytes]], setting: str =
 
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"  # Hugging Face's names, for our own kinds too
+SPECIALS = "special_tokens_map.json"  # its older file for the roles of special tokens
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

@@ -22,8 +22,9 @@ from minitf import params as P
 from minitf import run
 from minitf.checkpoint import Checkpoints, versions
 from minitf.config import Config
+from minitf.data import frame as frames
 from minitf.data.datasets import DataConfig
-from minitf.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from minitf.data.frame import Frame
 from minitf.data.tokenizer import FILE as TOKENIZER
 from minitf.data.tokenizer import Tokenizer, load_tokenizer
 from minitf.huggingface import folder as files
@@ -72,7 +73,7 @@ def import_model(
     if not source.is_dir():
         raise ValueError(f"{source}: no such directory")
     name, cfg = described(source, dtype, ignore)
-    tokenizer, notes = read_tokenizer(source, cfg.model.vocab_size)
+    tokenizer, frame, notes = read_tokenizer(source, cfg.model.vocab_size)
     tensors = files.tensors_of(name, cfg.model)
     workdir = run.resolve(os.fspath(workdir), "WORKDIR")
     if workdir == run.resolve(os.fspath(source)):
@@ -97,6 +98,7 @@ def import_model(
                 checkpoints.save(0, {"params": params}, about)
             for file, contents in tokenizer.items():
                 (workdir / file).write_bytes(contents)
+            run.store_frame(workdir, frame)
             # Last: without it the directory is no run.
             write_whole(workdir / "config.json", config_lib.to_json(cfg))
     return Done(name, sum(a.size for a in jax.tree.leaves(params)), notes)
@@ -117,15 +119,29 @@ def described(source: Path, dtype: str, ignore: tuple[str, ...]) -> tuple[str, C
     return tree["model_type"], cfg
 
 
-def read_tokenizer(source: Path, vocab_size: int) -> tuple[dict[str, bytes], list[str]]:
-    """(contents of the tokenizer's files by name, what to tell of it)"""
+def read_tokenizer(source: Path, vocab_size: int) -> tuple[dict[str, bytes], Frame, list[str]]:
+    """(contents of the tokenizer's files by name, the frame of the model's texts, what to tell of them)"""
+    generation = files.read_json(source / files.GENERATION) if (source / files.GENERATION).is_file() else {}
+    ends = generation.get("eos_token_id") or files.read_json(source / files.CONFIG).get("eos_token_id") or []
+    ends = [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int and 0 <= i < vocab_size]
     if not (source / TOKENIZER).is_file():
-        return {}, [f"{source} has no {TOKENIZER}: text cannot be read with this model"]
+        return {}, Frame(stops=tuple(ends)), [f"{source} has no {TOKENIZER}: text cannot be read with this model"]
     tokenizers.library()
-    size = load_tokenizer(source / TOKENIZER).vocab_size
-    notes = [f"warning: {TOKENIZER} has {size} ids, the model {vocab_size}"] if size > vocab_size else []
-    found = (name for name in (TOKENIZER, TOKENIZER_CONFIG) if (source / name).is_file())
-    return {name: (source / name).read_bytes() for name in found}, notes
+    tokenizer = load_tokenizer(source / TOKENIZER)
+    frame = frames.of_import(tokenizer, ends, tokenizers.template_of(source, tokenizer.config))
+    notes = []
+    if tokenizer.vocab_size > vocab_size:
+        notes.append(
+            f"warning: {TOKENIZER} has {tokenizer.vocab_size} ids, the model {vocab_size} rows: text with others is refused"
+        )
+    left = sorted(generation.keys() - {*GENERATION_READ, "transformers_version", "_from_model_config"})
+    if left:
+        notes.append(f"left behind, of {files.GENERATION}: {', '.join(left)}")
+    found = (name for name in tokenizers.CARRIED if (source / name).is_file())
+    return {name: (source / name).read_bytes() for name in found}, frame, notes
+
+
+GENERATION_READ = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_stored(source: Path, stored: dict[str, Stored], tensors: list[Tensor], name: str, tied: bool) -> None:
@@ -187,7 +203,8 @@ def export_model(
     out, source = Path(out).expanduser(), run.resolve(os.fspath(workdir), "WORKDIR")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: is there already; give another directory")
-    cfg, params, at = run.load_model(workdir, step)
+    model = run.load_model(workdir, step)
+    cfg, params, at = model.cfg, model.params, model.step
     name = fitting(cfg.model) if family is None else family
     why = misfits(name, cfg.model)
     if why:
@@ -203,21 +220,25 @@ def export_model(
         with layer_bar("layers written", cfg.model.num_layers) as done:
             numbers = jax.numpy.dtype(dtype)
             files.write_tensors(part, files.tensors_of(name, cfg.model), arrays, numbers, max_shard_size, done)
-        write_configs(part, name, cfg, tokenizer, dtype)
+        frame = run.frame_of(model, tokenizer)
+        write_configs(part, name, cfg, tokenizer, frame, dtype)
         if tokenizer is not None:
-            tokenizers.write_tokenizer(tokenizer, source, part)
+            tokenizers.write_tokenizer(tokenizer, frame, source, part)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return Done(name, sum(a.size for a in arrays.values()), notes)
 
 
-def write_configs(folder: Path, name: str, cfg: Config, tokenizer: Tokenizer | None, dtype: str) -> None:
+def write_configs(folder: Path, name: str, cfg: Config, tokenizer: Tokenizer | None, frame: Frame, dtype: str) -> None:
     """config.json and, where the end of a text has an id, generation_config.json."""
     specials = {} if tokenizer is None else tokenizer.specials
     ids = {f"{role}_token_id": specials.get(role) for role in ("bos", "eos", "pad")}
+    if frame.first is not None:
+        ids["bos_token_id"] = frame.first
     config = write_config(name, cfg.model) | ids
     config |= {"dtype": dtype, "torch_dtype": dtype}  # transformers 5 reads the first, 4 the second
     files.write_json(folder / files.CONFIG, config)
-    if ids["eos_token_id"] is not None:
+    if frame.stops:
+        ids["eos_token_id"] = frame.stops[0] if len(frame.stops) == 1 else list(frame.stops)
         files.write_json(folder / files.GENERATION, {k: v for k, v in ids.items() if v is not None})

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from minitf.data.frame import Frame
 from minitf.data.tokenizer import (
     CONFIG,
     FILE,
+    SPECIALS,
     SPELLINGS,
     ByteTokenizer,
     CharTokenizer,
@@ -45,18 +47,42 @@ def characters(tokenizer: CharTokenizer) -> Any:
     return out
 
 
-def write_tokenizer(tokenizer: Tokenizer, source: Path, folder: Path) -> None:
-    """Writes a run's tokenizer, whose files lie in `source`, to a model folder."""
+CARRIED = (FILE, CONFIG, SPECIALS)  # byte for byte, both ways
+TEMPLATE = "chat_template.jinja"  # what transformers looks at before tokenizer_config.json
+
+
+def template_of(folder: Path, config: dict[str, Any]) -> str | None:
+    """The chat template of a model folder; of several, the default one."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):  # of {name, template}
+        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def write_tokenizer(tokenizer: Tokenizer, frame: Frame, source: Path, folder: Path) -> None:
+    """Writes a run's tokenizer, whose files lie in `source`, to a model folder, and the chat template of its texts."""
+    if frame.template is not None:
+        (folder / TEMPLATE).write_text(frame.template, encoding="utf-8")
+    # lm-evaluation-harness predicts the first token of a text from the token that is named so: the one that training did.
+    begins = frame.first not in (None, tokenizer.specials.get("bos", tokenizer.specials.get("eos")))
+    first = {"bos_token": {i: token for token, i in tokenizer.spelled.items()}[frame.first]} if begins else {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        for name in (FILE, CONFIG):
-            if (source / name).is_file():
-                (folder / name).write_bytes((source / name).read_bytes())
-        return
-    made = byte_level(tokenizer) if isinstance(tokenizer, ByteTokenizer) else characters(tokenizer)
-    made.save(str(folder / FILE))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # take tokenizer.json as it is
-        "clean_up_tokenization_spaces": False,  # decode to the very text
-        **{f"{role}_token": SPELLINGS[role][0] for role in tokenizer.specials},
-    }
+        if "tokenizer_class" in tokenizer.config and not first:
+            for name in CARRIED:
+                if (source / name).is_file():
+                    (folder / name).write_bytes((source / name).read_bytes())
+            return
+        (folder / FILE).write_bytes(tokenizer.contents)
+        # Without a class, transformers takes that of the model's family, which may have another pre-tokenizer.
+        config = {"tokenizer_class": TOKENIZER_CLASS, **tokenizer.config, **first}
+    else:
+        made = byte_level(tokenizer) if isinstance(tokenizer, ByteTokenizer) else characters(tokenizer)
+        made.save(str(folder / FILE))
+        # Decoded to the very text.
+        config = {"tokenizer_class": TOKENIZER_CLASS, "clean_up_tokenization_spaces": False, **tokenizer.named, **first}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # takes tokenizer.json as it is

@@ -22,6 +22,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from minitf.data.chat import chatml_pieces
+
 BLOCK = 8 << 20  # bytes of a text that are in memory at a time
 LINE = 256 << 20  # the longest line of JSON
 STDIN = "-"
@@ -179,18 +181,12 @@ def completion_parts(record: Any, key: str) -> list[Part]:
 
 
 def chat_parts(record: Any, key: str) -> list[Part]:
-    """ChatML. What the assistant says counts, and that its turn ends there. Each text is encoded by itself: what a model is
-    prompted with ends before the answer."""
+    """The turns of a conversation in ChatML."""
     messages = look_up(record, "messages")
     if not isinstance(messages, list):
         raise ValueError(f"'messages' is {type(messages).__name__}, not a list")
-    parts: list[Part] = []
-    for message in messages:
-        role, content = text_at(message, "role"), text_at(message, "content")
-        counts = role == b"assistant"
-        parts += [("turn_start", False), ([role + b"\n"], False)]
-        parts += [([content], counts), ("turn_end", counts), ([b"\n"], False)]
-    return parts
+    turns = [{field: text_at(message, field).decode() for field in ("role", "content")} for message in messages]
+    return [([x] if isinstance(x, bytes) else x, counts) for x, counts in chatml_pieces(turns)]
 
 
 class Format(NamedTuple):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minitf.data import store
+from minitf.data.frame import start_of
 from minitf.data.tokenizer import HuggingFaceTokenizer, Tokenizer, make_tokenizer
 from tools.preparation import documents, long_texts
 from tools.preparation.directory import UNFINISHED, read_json, write_json
@@ -72,6 +73,8 @@ class Writer:
         self.tokenizer = load_tokenizer(work.tokenizer)
         self.pieces = long_texts.pieces_for(self.tokenizer)
         self.end = (self._special("eos"), FORMATS[work.reading.format].end_counts)
+        start = start_of(self.tokenizer)
+        self.start = None if start is None else np.array([start], work.dtype)
         for suffix, size in self.progress["sizes"].items():
             if os.path.getsize(self.files[suffix].name) < size:
                 raise ValueError(f"{self.files[suffix].name}: is shorter than it was; --overwrite begins anew")
@@ -96,13 +99,18 @@ class Writer:
         sha, size = hashlib.sha256(), 0
         lengths = self.tokenizer.byte_lengths
         shingles = Shingles() if self.work.near else None
+        if self.start is not None:
+            # Of text it counts, as all tokens do; before a prompt that does not count it does not either.
+            self._add(self.start, parts[0][1])
         for i, (content, counts) in enumerate(parts):
             sha.update(b"\0" if i else b"")
             if isinstance(content, str):
                 sha.update(content.encode())
                 self._add(self._special(content), counts)
             elif isinstance(content, documents.Ids):
-                for ids in content.blocks:
+                for block, ids in enumerate(content.blocks):
+                    if block == 0 and self.start is not None and ids[0] == self.start[0]:
+                        ids = ids[1:]  # whoever wrote them put it there already
                     sha.update(ids)
                     size = -1 if lengths is None else size + int(lengths[ids].sum())
                     self._add(ids, counts)
