@@ -32,7 +32,7 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0  # global norm of the accumulated gradient; None: not clipped
     moment_dtype: str = "float32"  # of the first moment: "float32" or "bfloat16"
     nonfinite: str = (
-        "stop"  # at a step whose loss or gradient is not finite: "stop" or "skip"; its update is never applied
+        "stop"  # at a step whose loss, gradient or update is not finite: "stop" or "skip"; it is never applied
     )
 
 

@@ -1,6 +1,5 @@
 """One step: gradients, update and metrics; and the step of evaluation. Pure functions of state and batch."""
 
-import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -92,22 +91,24 @@ def group_norms(kind: str, tree: Any) -> dict[str, jax.Array]:
 def train_step(
     state: TrainState, batch: Batch, *, cfg: Config, tx: optax.GradientTransformation, schedule: optax.Schedule
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step: accumulate, measure the norm, clip, update. An update that is not finite is not applied."""
+    """One optimizer step: accumulate, measure the norm, clip, update. An update that is not finite, or makes a parameter so, is
+    not applied, and leaves the optimizer's state as it was."""
     losses, grads = gradients(state.params, batch, state.step, cfg)
     norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(norm)
+    # Formed once, for norms and sum. The new optimizer state is left to the loop below, so that no second one is kept.
+    updates, _ = tx.update(grads, state.opt_state, state.params)
+    updates = jax.lax.optimization_barrier(updates)
+    update_norms = group_norms("update", updates)
+    would_be = group_norms("parameter", optax.apply_updates(state.params, updates))
+    finite = jnp.all(jnp.isfinite(jnp.stack([losses["loss"], norm, *update_norms.values(), *would_be.values()])))
 
     def apply(carry: Any) -> Any:
-        _, params, opt_state, _ = carry
-        updates, opt_state = tx.update(grads, opt_state, params)
-        updates = jax.lax.optimization_barrier(updates)  # formed once, for norm and sum
-        return jnp.bool_(False), optax.apply_updates(params, updates), opt_state, group_norms("update", updates)
+        _, params, opt_state = carry
+        _, opt_state = tx.update(grads, opt_state, params)
+        return jnp.bool_(False), optax.apply_updates(params, updates), opt_state
 
     # A loop of at most one turn and not a `cond`: what a loop carries is written where it stands, a branch has its own copy.
-    none = jax.tree.map(jnp.zeros_like, jax.eval_shape(functools.partial(group_norms, "update"), state.params))
-    _, params, opt_state, update_norms = jax.lax.while_loop(
-        lambda carry: carry[0], apply, (finite, state.params, state.opt_state, none)
-    )
+    _, params, opt_state = jax.lax.while_loop(lambda carry: carry[0], apply, (finite, state.params, state.opt_state))
     skipped = state.skipped + ~finite
     metrics = {f"train/{name}": value for name, value in losses.items()}
     metrics |= {
@@ -116,7 +117,7 @@ def train_step(
         "train/grad_norm": norm,
         "train/skipped_steps": skipped,
         **group_norms("gradient", grads),
-        **update_norms,
+        **{name: jnp.where(finite, value, 0.0) for name, value in update_norms.items()},
         **group_norms("parameter", params),
         "finite": finite,
         "batch": checksum(batch["inputs"]),

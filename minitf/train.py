@@ -501,7 +501,10 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             latest = metrics
             hashes.append(checksum.hexadecimal(np.asarray(metrics.pop("batch"))))
             if not metrics.pop("finite"):
-                where = f"step {step}: loss {float(metrics['train/loss'])}, gradient norm {float(metrics['train/grad_norm'])}"
+                loss, norm = float(metrics["train/loss"]), float(metrics["train/grad_norm"])
+                where = f"step {step}: loss {loss}, gradient norm {norm}"
+                if math.isfinite(loss) and math.isfinite(norm):
+                    where += ", but the update or a parameter that it makes is not finite in float32"
                 if cfg.optimizer.nonfinite == "stop":
                     raise NonFinite(
                         f"{where}; this update was not applied. optimizer.nonfinite=skip would go on without it"

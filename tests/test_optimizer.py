@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import TINY, assert_close, change, fit, make_mesh, random_batch, random_params
+from common import TINY, assert_close, change, fit, jitted_step, make_mesh, random_batch, random_params
 
 from minitf import params as P
 from minitf.model.transformer import model_params
@@ -206,3 +206,30 @@ def test_muon_takes_matrices_and_adamw_the_rest():
     # Muon's update is a multiple of a nearly orthogonal matrix, 0.2 x sqrt(16) for this one.
     np.testing.assert_allclose(np.linalg.svd(q / 0.8, compute_uv=False), 1, atol=0.4)
     np.testing.assert_allclose(np.abs(updates["head"]), 1, rtol=1e-3)  # Adam's first step: the sign
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(kind="sgd", momentum=0.9, learning_rate=3e38),  # each update is finite, the parameter that it makes is not
+        dict(kind="adamw", eps=1e-50),  # 0 in float32: 0 / 0 where a token does not occur
+        dict(kind="muon", learning_rate=3e38),
+    ],
+    ids=lambda settings: settings["kind"],
+)
+def test_an_update_that_is_not_finite_leaves_parameters_and_state_as_they_were(settings):
+    cfg = change(TINY, optimizer=OptimizerConfig(schedule="constant", **settings))
+    mesh, start, step = jitted_step(cfg, "1", 2)
+    batch = random_batch(cfg)
+    batch["inputs"] = batch["inputs"] % 8
+    with jax.set_mesh(mesh):
+        before = start(random_params(cfg.model))
+        kept = jax.tree.map(np.array, before)
+        after, metrics = step(before, batch)
+    assert np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all()
+    assert not metrics["finite"]
+    assert (int(after.step), int(after.skipped)) == (1, 1)
+    assert_same = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert_same(after.params, kept.params)
+    assert_same(after.opt_state, kept.opt_state)
+    assert all(value == 0 for name, value in metrics.items() if name.startswith("norm/update/"))

@@ -484,10 +484,10 @@ def test_P35_nan_stops_the_run_and_is_never_saved(corpus, undisturbed, tmp_path,
 
 
 @pytest.mark.slow
-def test_P35_parameters_that_are_not_finite_are_not_saved(corpus, tmp_path):
-    # The loss of step 1 is finite; its update is not small.
+def test_P35_an_update_that_is_not_finite_is_neither_applied_nor_saved(corpus, tmp_path):
+    # The loss and the gradient of step 1 are finite.
     cfg = saving(corpus, steps=1, optimizer__kind="sgd", optimizer__learning_rate=1e38)
-    with pytest.raises(train.NonFinite, match=r"^step 1: parameter norms .*; this state was not saved"):
+    with pytest.raises(train.NonFinite, match=r"^step 1: loss .*, but the update .* is not finite"):
         launch(cfg, tmp_path / "w")
     assert list((tmp_path / "w/checkpoints").iterdir()) == []
 
