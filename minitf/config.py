@@ -12,7 +12,7 @@ import sys
 import traceback
 import types
 import typing
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import ml_collections
 from ml_collections import config_dict
@@ -22,7 +22,7 @@ from minitf.data.datasets import DATASETS, DataConfig
 from minitf.data.mixture import shares
 from minitf.data.pipeline import PACKINGS
 from minitf.data.tokenizer import check_name
-from minitf.distributed import DistributedConfig, WatchdogConfig
+from minitf.distributed import LONGEST, DistributedConfig, WatchdogConfig
 from minitf.model.attention import ATTENTION, AUTO, IMPLEMENTATIONS, LANES, sizes
 from minitf.model.loss import LossConfig
 from minitf.model.mlp import MLP
@@ -346,6 +346,40 @@ def require(name: str, value: Any, ok: bool, constraint: str) -> None:
         raise ValueError(f"{name}={value}: must be {constraint}")
 
 
+class Float(NamedTuple):
+    """What numbers of a dtype there are."""
+
+    smallest: float  # normal: devices take smaller ones for 0
+    largest: float
+    digits: int  # binary
+
+
+FLOATS = {
+    "float32": Float(2.0**-126, (2 - 2.0**-23) * 2.0**127, 24),
+    "bfloat16": Float(2.0**-126, (2 - 2.0**-7) * 2.0**127, 8),
+    "float16": Float(2.0**-14, 65504.0, 11),
+}
+
+
+def require_float(
+    name: str, value: float | None, *, dtype: str = "float32", zero: bool = False, below_1: bool = False
+) -> None:
+    """Raises ValueError for a number that the arithmetic of `dtype` would take for 0, infinity, or with `below_1` for 1. `zero`: 0
+    itself is allowed. None is not looked at."""
+    held = FLOATS[dtype]
+    largest = 1 - 2.0**-held.digits if below_1 else held.largest
+    # What lies nearer to 1 than to the largest number below it is rounded to 1.
+    fits = value is not None and (value < 1 - 2.0 ** -(held.digits + 1) if below_1 else value <= largest)
+    constraint = "at least 0 and below 1" if below_1 else f"a number {'of at least' if zero else 'above'} 0"
+    limits = f"{'0, or ' if zero else ''}from {held.smallest:.3g} to {largest:.9g}"
+    require(
+        name,
+        value,
+        value is None or (zero and value == 0) or (held.smallest <= value and fits),
+        f"{constraint}, and so in {dtype}, which it is used in: {limits}",
+    )
+
+
 def validate(cfg: Config) -> None:
     """Raises ValueError for the first setting that cannot work, before JAX starts."""
     lengths = {n: getattr(cfg, n) for n in ("steps", "tokens", "epochs")}
@@ -357,6 +391,8 @@ def validate(cfg: Config) -> None:
         )
     for n, v in given.items():
         require(n, v, 0 <= v < math.inf, "at least 0")
+    if cfg.epochs is not None:
+        require("epochs", cfg.epochs, cfg.epochs < 2**63, "below 9223372036854775808 (2^63)")
 
     m, a, o, d = cfg.model, cfg.model.attention, cfg.optimizer, cfg.data
     whole = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, accumulation=cfg.accumulation, log_every=cfg.log_every)
@@ -368,10 +404,16 @@ def validate(cfg: Config) -> None:
         for n in ("num_heads", "num_kv_heads", "head_dim", "window", "rope_original_len")
     }
     whole |= {"model.mlp.hidden": m.mlp.hidden, "loss.chunk": cfg.loss.chunk, "mesh.fsdp_inner": cfg.mesh.fsdp_inner}
-    whole |= {"data.threads": d.threads, "data.prefetch": d.prefetch}
     whole |= {f"checkpoint.{n}": getattr(cfg.checkpoint, n) for n in ("every", "keep", "keep_every", "keep_best")}
-    for name, value in whole.items():
-        require(name, value, value is None or value >= 1, "at least 1")
+    for name, value in whole.items():  # many of them meet integers of 32 bits
+        require(name, value, value is None or 1 <= value < 2**31, "at least 1 and below 2147483648 (2^31)")
+    # Each is a thread, a process or a buffer, and all are there at once.
+    for name, value, least, most in (
+        ("threads", d.threads, 1, 1024),
+        ("workers", d.workers, 0, 1024),
+        ("prefetch", d.prefetch, 1, 32767),
+    ):
+        require(f"data.{name}", value, least <= value <= most, f"at least {least} and at most {most}")
     for name, value in {"seed": cfg.seed, "data.seed": d.seed}.items():
         # JAX folds larger seeds onto smaller ones, and Grain refuses them later.
         require(name, value, value is None or 0 <= value < 2**32, "from 0 to 4294967295 (2^32 - 1)")
@@ -431,8 +473,8 @@ def validate(cfg: Config) -> None:
         require(
             f"model.attention.{name}",
             block,
-            block is None or (block >= LANES and block % LANES == 0),
-            f"a multiple of {LANES}",
+            block is None or (LANES <= block < 2**31 and block % LANES == 0),
+            f"a multiple of {LANES}, below 2147483648 (2^31)",
         )
     H, G, K = sizes(a, m.dim)
     if a.head_dim is None and m.dim % H:
@@ -447,39 +489,50 @@ def validate(cfg: Config) -> None:
             f"model.attention.head_dim={K}{derived}: model.positions={m.positions} turns pairs, so it must be even"
         )
     low, high = a.rope_low_freq_factor, a.rope_high_freq_factor
-    if not 0 < low < high < math.inf:
+    if not FLOATS["float32"].smallest <= low < high <= FLOATS["float32"].largest:
         raise ValueError(
-            f"model.attention.rope_low_freq_factor={low}, rope_high_freq_factor={high}: must be above 0, and the second the larger"
+            f"model.attention.rope_low_freq_factor={low}, rope_high_freq_factor={high}: must be above 0 in float32, and the "
+            "second the larger"
         )
     if m.max_seq_len is not None and cfg.seq_len > m.max_seq_len:
         raise ValueError(f"seq_len={cfg.seq_len}: longer than model.max_seq_len={m.max_seq_len}")
     for name, rate in {"model.dropout": m.dropout, "model.attention.dropout": a.dropout}.items():
-        require(name, rate, rate is None or 0 <= rate < 1, "at least 0 and below 1")
-    positive = {
-        "model.attention.softcap": a.softcap,
-        "model.logit_softcap": m.logit_softcap,
-        "model.norm_eps": m.norm_eps,
-    }
-    positive |= {f"model.attention.{n}": getattr(a, n) for n in ("rope_base", "rope_factor", "scale", "qk_norm_eps")}
-    positive |= {"model.embedding_scale": m.embedding_scale}
-    positive |= {"loss.z_loss": cfg.loss.z_loss, "optimizer.eps": o.eps}
-    positive |= {"optimizer.learning_rate": o.learning_rate, "optimizer.clip_norm": o.clip_norm}
-    positive |= {"checkpoint.every_minutes": cfg.checkpoint.every_minutes}
-    positive |= {"watchdog.factor": cfg.watchdog.factor, "watchdog.at_least": cfg.watchdog.at_least}
-    for name, value in positive.items():
-        require(name, value, value is None or 0 < value < math.inf, "a number above 0")
-    for name, value in dataclasses.asdict(cfg.distributed).items():  # JAX counts both in whole seconds
-        require(f"distributed.{name}", value, 1 <= value < 2**31, "at least 1 second")
-    for name, value in {
-        "optimizer.weight_decay": o.weight_decay,
-        "optimizer.end_learning_rate": o.end_learning_rate,
-    }.items():
-        require(name, value, 0 <= value < math.inf, "a number of at least 0")
+        require_float(name, rate, zero=True, below_1=True)
+        # A mask keeps a number with the probability 1 - rate.
+        require(
+            name,
+            rate,
+            not rate or rate > 2.0**-25,
+            "at least 0 and below 1: 0, or above 2.98e-8, as 1 less it is 1 in float32",
+        )
+    for name in ("rope_base", "rope_factor", "scale", "qk_norm_eps", "softcap"):
+        require_float(f"model.attention.{name}", getattr(a, name))
+    for name in ("logit_softcap", "norm_eps"):
+        require_float(f"model.{name}", getattr(m, name))
+    require_float("model.embedding_scale", m.embedding_scale, dtype=m.dtype)
+    require_float("loss.z_loss", cfg.loss.z_loss)
+    for name in ("eps", "learning_rate", "clip_norm"):
+        require_float(f"optimizer.{name}", getattr(o, name))
+    for name in ("weight_decay", "end_learning_rate"):
+        require_float(f"optimizer.{name}", getattr(o, name), zero=True)
     for name in ("b1", "b2", "momentum", "muon_momentum"):
-        value = getattr(o, name)
-        require(f"optimizer.{name}", value, value is None or 0 <= value < 1, "at least 0 and below 1")
-    require("data.workers", d.workers, d.workers >= 0, "at least 0")
-    require("optimizer.warmup_steps", o.warmup_steps, o.warmup_steps >= 0, "at least 0")
+        # Factors of the first moment, which is rounded to its dtype as they are; of Lion, that is b2.
+        rounded = name in ("b1", "muon_momentum") or (name == "b2" and o.kind == "lion")
+        dtype = o.moment_dtype if rounded else "float32"
+        require_float(f"optimizer.{name}", getattr(o, name), dtype=dtype, zero=True, below_1=True)
+    if "end_learning_rate" in SCHEDULES[o.schedule].reads:
+        constraint = f"at most optimizer.learning_rate={o.learning_rate}: a rate that decays does not rise"
+        require("optimizer.end_learning_rate", o.end_learning_rate, o.end_learning_rate <= o.learning_rate, constraint)
+    every = cfg.checkpoint.every_minutes
+    require("checkpoint.every_minutes", every, every is None or 0 < every < math.inf, "a number above 0")
+    for name, value in dataclasses.asdict(cfg.distributed).items():  # JAX counts both in whole seconds
+        require(f"distributed.{name}", value, 1 <= value <= LONGEST, f"at least 1 second and at most {LONGEST:g}")
+    for name, value in {"factor": cfg.watchdog.factor, "at_least": cfg.watchdog.at_least}.items():
+        constraint = f"a number above 0 and at most {LONGEST:g}"
+        require(f"watchdog.{name}", value, value is None or 0 < value <= LONGEST, constraint)
+    require(
+        "optimizer.warmup_steps", o.warmup_steps, 0 <= o.warmup_steps < 2**31, "at least 0 and below 2147483648 (2^31)"
+    )
     if d.mixture is not None:
         require("data.mixture", d.mixture, len(d.mixture) > 0, "at least one (path, weight), or None")
         for _, weight in d.mixture:
@@ -493,7 +546,8 @@ def validate(cfg: Config) -> None:
             "profile", cfg.profile, min(cfg.profile) >= 1, "two numbers of at least 1: the first step, and how many"
         )
     if cfg.max_run_time is not None:
-        require("max_run_time", cfg.max_run_time, seconds("max_run_time", cfg.max_run_time) > 0, "above 0")
+        limit = seconds("max_run_time", cfg.max_run_time)
+        require("max_run_time", cfg.max_run_time, 0 < limit <= LONGEST, f"above 0 and at most {LONGEST:g} seconds")
     if cfg.checkpoint.keep_best is not None and cfg.eval_every is None:
         raise ValueError(f"checkpoint.keep_best={cfg.checkpoint.keep_best} has no effect where eval_every=None")
     require("sample.prompts", cfg.sample.prompts, len(cfg.sample.prompts) > 0, "at least one text")

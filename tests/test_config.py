@@ -2,18 +2,28 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import ml_collections
+import numpy as np
 import pytest
 
 from minitf import config
+from minitf import params as P
 from minitf.config import Config
+from minitf.data.store import TOKENS
+from minitf.distributed import Watchdog
+from minitf.model.transformer import model_params
+from minitf.optimizer import make_optimizer, make_schedule
 from minitf.sharding import AXES
+from minitf.step import row_sums
 from minitf.tables import check_unread, did_you_mean, pick
 from tests.common import ROOT, TINY, change
 
@@ -444,6 +454,22 @@ REFUSED = [
     *each(ABOVE_0, (0.0, "inf", "nan"), "must be a number above 0"),
     *each(NOT_NEGATIVE, (-0.1, "inf", "nan"), "must be a number of at least 0"),
     *each(BELOW_1, (-0.1, 1.0, "nan"), "must be at least 0 and below 1"),
+    # what 32 bits make 0, infinity or 1 of
+    *each(ABOVE_0, (1e-50, 1e39), "must be a number above 0, and so in float32"),
+    *each(NOT_NEGATIVE, (1e-50, 1e39), "must be a number of at least 0, and so in float32"),
+    *each(BELOW_1, (1e-50, 0.99999999), "must be at least 0 and below 1, and so in float32"),
+    *each(["model.dropout"], (1e-9,), "must be at least 0 and below 1: 0, or above 2.98e-8"),
+    ("model.dtype=float16 model.embedding_scale=1e5", "must be a number above 0, and so in float16, which it is used in"),
+    ("optimizer.moment_dtype=bfloat16 optimizer.b1=0.999", "in bfloat16, which it is used in: 0, or from 1.18e-38 to 0.99609375"),
+    ("optimizer.kind=lion optimizer.moment_dtype=bfloat16 optimizer.b2=0.999", "optimizer.b2=0.999: must be at least 0 and below 1"),
+    ("optimizer.schedule=cosine optimizer.end_learning_rate=0.002", "must be at most optimizer.learning_rate=0.001"),
+    # what timers, threads and integers of 32 bits take
+    *each(AT_LEAST_1, (2**31, 2**63), "must be at least 1 and "),
+    *each(["watchdog.at_least", "watchdog.factor"], (0.0, 1e10, "nan"), "must be a number above 0 and at most 1e+09"),
+    *each(["distributed.start_timeout"], (0.5, 2147483640.0, "nan"), "must be at least 1 second and at most 1e+09"),
+    *each(["data.workers"], (-1, 1025), "must be at least 0 and at most 1024"),
+    ("max_run_time=12000d", "max_run_time=12000d: must be above 0 and at most 1e+09 seconds"),
+    ("steps=None epochs=1e300", "epochs=1e+300: must be below 9223372036854775808 (2^63)"),
     *each([f"mesh.{a}" for a in AXES], (0, -2), "must be at least 1, or -1"),
     *[(f"{n}=nosuch", f"{n}: unknown kind 'nosuch'; known: ") for n in KINDS_OF],
     # the length
@@ -530,6 +556,10 @@ def test_validate_refuses(overrides, message, tiny):
     [
         *[f"{n}=1 {READ_BY.get(n, '')}" for n in ("log_every", "eval_every", "model.unroll", "model.attention.window")],
         *[f"{n}=0 {READ_BY.get(n, '')}" for n in NOT_NEGATIVE + BELOW_1],
+        *[f"{n}={v} {READ_BY.get(n, '')}" for n in BELOW_1 for v in (1e-6, 0.9999999)],
+        *[f"{n}={v} {READ_BY.get(n, '')}" for n in ABOVE_0 for v in (1.2e-38, 3.4e38)],
+        "optimizer.schedule=cosine optimizer.end_learning_rate=0.001",
+        "watchdog.at_least=1e9 watchdog.factor=1e9 distributed.start_timeout=1e9 max_run_time=11574d",
         *[f"{s.name}=None" for s in OPTIONAL if s.name != "steps"],
         "steps=0",
         "steps=2147483647",
@@ -564,6 +594,45 @@ def test_validate_refuses(overrides, message, tiny):
 )
 def test_validate_accepts_the_border(overrides, tiny):
     parse("--config", tiny, *override(overrides))
+
+
+NUMBERS = [s for s in SETTINGS if s.kind in (int, float)]
+EXTREMES = {int: (0, 2**31 - 1, 2**31, 2**63, -(2**63)), float: (-0.0, 1e-300, 1e9, 1e10, 1e300, math.inf, math.nan)}
+
+
+def accepted(cfg):
+    try:
+        config.validate(cfg)
+        config.check_length(cfg, config.total_steps(cfg, rows=10**9))
+    except ValueError:  # any other error fails the test
+        return False
+    return True
+
+
+@pytest.mark.parametrize("setting", NUMBERS, ids=lambda s: s.name)
+def test_an_extreme_number_is_refused_at_once_or_works(setting):
+    for value in EXTREMES[setting.kind]:
+        given = {"steps": None} if setting.name in ("tokens", "epochs") else {}
+        cfg = change(TINY, **given, **{setting.name.replace(".", "__"): value})
+        for reader in READ_BY.get(setting.name, "").split():
+            name, kind = reader.split("=")
+            cfg = change(cfg, **{name.replace(".", "__"): kind})
+        if not accepted(cfg):
+            continue
+        if setting.name.startswith("optimizer."):
+            schedule = make_schedule(cfg.optimizer, cfg.steps)
+            make_optimizer(cfg.optimizer, model_params(cfg.model), schedule)
+            assert math.isfinite(np.float32(schedule(1)))
+        elif setting.name.startswith("watchdog."):
+            watchdog = Watchdog(cfg.watchdog)
+            watchdog._times.extend((1e3, 1e3))
+            assert 0 < watchdog.limit() + 2 < threading.TIMEOUT_MAX
+        elif setting.name in TRACED:
+            batch = {name: jax.ShapeDtypeStruct((8, 16), kind) for name, kind in TOKENS.items()}
+            jax.eval_shape(functools.partial(row_sums, cfg=cfg), P.abstract(model_params(cfg.model)), batch)
+
+
+TRACED = [s.name for s in NUMBERS if s.name.startswith(("model.attention.", "loss.")) or s.name == "model.unroll"]
 
 
 @pytest.mark.parametrize(
