@@ -565,16 +565,18 @@ def check_length(cfg: Config, steps: int) -> None:
     if cfg.profile is not None and sum(cfg.profile) - 1 > steps:
         start, n = cfg.profile
         raise ValueError(f"profile={start},{n}: ends with step {start + n - 1}, and the run has {steps}")
-    if o.warmup_steps > steps > 0:
+    if steps == 0:
+        return
+    if o.warmup_steps > steps:
         raise ValueError(f"optimizer.warmup_steps={o.warmup_steps}: longer than the run of {steps} steps")
+    constraint = "0 in a run of one step, as the first update of a warm-up has rate 0: nothing would be trained"
+    require("optimizer.warmup_steps", o.warmup_steps, steps > 1 or o.warmup_steps == 0, constraint)
     if o.decay_steps is not None:
-        most = max(steps - o.warmup_steps, 1)
-        require(
-            "optimizer.decay_steps",
-            o.decay_steps,
-            1 <= o.decay_steps <= most,
-            f"from 1 to {most}, the steps after warm-up",
+        after = steps - o.warmup_steps
+        constraint = (
+            f"from 1 to {after}, the steps after warm-up" if after else "None where the warm-up takes all steps"
         )
+        require("optimizer.decay_steps", o.decay_steps, 1 <= o.decay_steps <= after, constraint)
 
 
 def total_steps(cfg: Config, rows: int) -> int:

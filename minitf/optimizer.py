@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
@@ -17,11 +18,10 @@ class OptimizerConfig:
     kind: str = "adamw"  # see OPTIMIZERS
     learning_rate: float = 3e-4  # at the peak of the schedule
     schedule: str = "cosine"  # see SCHEDULES
-    warmup_steps: int = 0  # optimizer steps of a linear ramp: step 0 has rate 0, step warmup_steps the peak
-    decay_steps: int | None = (
-        None  # of warmup_stable_decay: the last steps, in which the rate falls; None: a fifth of all
-    )
-    end_learning_rate: float = 0.0  # after the last step
+    warmup_steps: int = 0  # updates of a linear ramp, the first of which has rate 0; the next one has the peak
+    # Of warmup_stable_decay: the last updates, whose rates fall below the peak; None: a fifth of all.
+    decay_steps: int | None = None
+    end_learning_rate: float = 0.0  # that an update after the last one would have; at most learning_rate
     b1: float = 0.9  # decay of the first moment
     b2: float = 0.95  # decay of the second moment
     eps: float = 1e-8  # added to the root of the second moment
@@ -36,7 +36,7 @@ class OptimizerConfig:
     )
 
 
-# ---- schedules: f(cfg, steps after warm-up) -> rate from there on
+# ---- schedules: f(cfg, steps after warm-up) -> rate of the update i = 0, 1, ... steps - 1 after warm-up
 
 
 def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -44,19 +44,23 @@ def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def linear(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Share i / steps of the way from the peak to the end: update 0 has the peak, an update `steps` would have the end."""
     return optax.linear_schedule(cfg.learning_rate, cfg.end_learning_rate, steps)
 
 
 def cosine(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Half a cosine over the same way as `linear` (arXiv:1608.03983)."""
     return optax.cosine_decay_schedule(cfg.learning_rate, steps, alpha=cfg.end_learning_rate / cfg.learning_rate)
 
 
 def warmup_stable_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Constant, then linear over the last decay_steps (MiniCPM, arXiv:2404.06395)."""
+    """The peak, then a line over the last decay_steps = d updates (MiniCPM, arXiv:2404.06395): the last before them has the peak,
+    they have shares 1 / (d + 1), ... d / (d + 1) of the way to the end, which an update after the last would have."""
     total = steps + cfg.warmup_steps
-    decay = max(1, total // 5 if cfg.decay_steps is None else cfg.decay_steps)
-    stable = max(0, steps - decay)
-    return optax.join_schedules([constant(cfg, stable), linear(cfg, min(decay, steps))], [stable])
+    decay = min(max(1, total // 5 if cfg.decay_steps is None else cfg.decay_steps), steps)
+    last = steps - decay - 1  # that has the peak
+    line = linear(cfg, decay + 1)
+    return lambda count: line(jnp.maximum(count - last, 0))
 
 
 class Schedule(NamedTuple):

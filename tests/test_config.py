@@ -536,7 +536,8 @@ REFUSED = [
     (f"{WSD} optimizer.decay_steps=0", "optimizer.decay_steps=0: must be from 1 to 3, the steps after warm-up"),
     (f"{WSD} optimizer.decay_steps=4", "optimizer.decay_steps=4: must be from 1 to 3"),
     (f"{WSD} optimizer.warmup_steps=2 optimizer.decay_steps=2", "optimizer.decay_steps=2: must be from 1 to 1"),
-    (f"{WSD} optimizer.warmup_steps=3 optimizer.decay_steps=2", "optimizer.decay_steps=2: must be from 1 to 1"),
+    (f"{WSD} optimizer.warmup_steps=3 optimizer.decay_steps=1", "optimizer.decay_steps=1: must be None where the warm-up takes all"),
+    ("steps=1 optimizer.warmup_steps=1", "optimizer.warmup_steps=1: must be 0 in a run of one step, as the first update"),
 ]  # fmt: skip
 
 

@@ -40,8 +40,20 @@ def test_linear_and_stable_schedules_by_hand():
     linear = change(PEAK, schedule="linear", warmup_steps=2, end_learning_rate=0.5)
     assert rates(linear, 6, 8) == pytest.approx([0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.5])
     stable = change(PEAK, schedule="warmup_stable_decay", warmup_steps=2, decay_steps=4, end_learning_rate=0.2)
-    assert rates(stable, 10, 12) == pytest.approx([0, 0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
-    assert rates(change(stable, decay_steps=None), 10, 10)[7:] == pytest.approx([1, 1, 0.6])  # a fifth of ten
+    assert rates(stable, 10, 12) == pytest.approx([0, 0.5, 1, 1, 1, 1, 0.84, 0.68, 0.52, 0.36, 0.2, 0.2])
+    last = rates(change(stable, decay_steps=None), 10, 11)[7:]  # a fifth of ten
+    assert last == pytest.approx([1, 1 - 0.8 / 3, 1 - 1.6 / 3, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("warmup", "decay", "steps"), [(0, 1, 1), (0, 1, 10), (3, 1, 4), (3, 7, 10), (0, 10, 10), (2, 4, 10)]
+)
+def test_the_last_decay_steps_updates_and_no_others_have_rates_below_the_peak(warmup, decay, steps):
+    cfg = change(PEAK, schedule="warmup_stable_decay", warmup_steps=warmup, decay_steps=decay)
+    found = rates(cfg, steps, steps + 1)
+    assert [rate == 1 for rate in found[warmup:]] == [True] * (steps - warmup - decay) + [False] * (decay + 1)
+    assert np.diff(found[steps - decay :]) == pytest.approx(-1 / (decay + 1))  # down to the end rate, 0
+    assert found[-1] == 0
 
 
 def test_P16_the_logged_rate_is_the_rate_of_the_update():
