@@ -38,7 +38,7 @@ from minitf.distributed import StopRequest, Vote, Watchdog, process_age, stop_on
 from minitf.metrics import Events, MetricWriter, NoWriter, StartUp, StepClock, peak_flops
 from minitf.model import attention
 from minitf.model.transformer import flops_per_token, model_params, pattern, with_kernel
-from minitf.optimizer import make_optimizer, make_schedule
+from minitf.optimizer import SCHEDULES, make_optimizer, make_schedule
 from minitf.profile import Profile
 from minitf.sampling import Sampler, fixed_prompts, sample
 from minitf.sharding import surroundings
@@ -339,6 +339,25 @@ def check_same_run(job: Job, saved: dict[str, Any]) -> None:
         )
 
 
+def schedule_change(job: Job, saved: dict[str, Any], updates: int) -> str | None:
+    """What a run that goes on under another schedule than its checkpoint's says of its next rate; None: it is the same one.
+    `updates`: how many were applied."""
+    described, rates = [], []
+    before = config_lib.freeze(saved["config"])
+    for cfg, steps in ((before, config_lib.total_steps(before, job.rows)), (job.cfg, job.steps)):
+        o = cfg.optimizer
+        follows = {name: getattr(o, name) for name in ("learning_rate", "warmup_steps", *SCHEDULES[o.schedule].reads)}
+        described.append((o.schedule, follows, None if o.schedule == "constant" else steps))
+        rates.append(float(make_schedule(o, steps)(updates)))
+    if described[0] == described[1]:
+        return None
+    old, new = (
+        f"{rate:.6g} ({d[0]}{'' if d[2] is None else f' over {d[2]} steps'})"
+        for d, rate in zip(described, rates, strict=True)
+    )
+    return f"learning rate of step {saved['step'] + 1}: {old} by the schedule of the checkpoint, {new} by that of now"
+
+
 def starting_state(
     job: Job, functions: Program, checkpoints: Checkpoints, say: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any] | None]:
@@ -404,6 +423,9 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             writer.write(0, {f"params/{name}": n for name, n in P.count(job.specs).items()})
         else:
             writer.say(f"resuming after step {first} of {job.steps}")
+            changed = schedule_change(job, restored, first - int(state.skipped))
+            if changed is not None:
+                writer.say(changed)
 
         mixed = phases(job, restored)
         best = math.inf if cfg.checkpoint.keep_best is None else checkpoints.lowest_loss()

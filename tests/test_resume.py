@@ -1,6 +1,7 @@
 """A run that is stopped, killed or starved goes on as if nothing had been: same rows, losses, rates and parameters, to the bit."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -328,8 +329,36 @@ def test_P23_another_batch_size_is_refused_with_both(corpus, tmp_path):
 
 def test_P27_a_more_steps_go_on_and_say_from_where(corpus, tmp_path, capsys):
     launch(saving(corpus, steps=5), tmp_path / "w")
-    launch(saving(corpus, steps=8), tmp_path / "w")
-    assert "resuming after step 5 of 8" in capsys.readouterr().out
+    launch(saving(corpus, steps=8, optimizer__learning_rate=0.25), tmp_path / "w")
+    out = capsys.readouterr().out
+    assert (
+        "resuming after step 5 of 8\nlearning rate of step 6: 0.001 (constant) by the schedule of the checkpoint, 0.25"
+        in out
+    )
+
+
+def test_another_schedule_says_old_and_new_rate_of_its_first_step(corpus):
+    """By steps, by kind, by a length in tokens; the same schedule says nothing."""
+    job = train.prepare(saving(corpus, optimizer__schedule="linear", optimizer__learning_rate=1.0), jax.devices()[:1])
+    said = functools.partial(train.schedule_change, job)
+
+    def checkpoint(**changes):
+        return {"step": 5, "config": dataclasses.asdict(change(job.cfg, **changes))}
+
+    old, new = (
+        "0.5 (linear over 10 steps) by the schedule of the checkpoint",
+        "0.75 (linear over 20 steps) by that of now",
+    )
+    assert said(checkpoint(steps=10), 5) == f"learning rate of step 6: {old}, {new}"
+    assert said(checkpoint(steps=None, tokens=10 * 8 * 16), 5) == f"learning rate of step 6: {old}, {new}"
+    assert said(checkpoint(steps=5), 4).startswith(
+        "learning rate of step 6: 0.2 (linear over 5 steps)"
+    )  # one was skipped
+    assert said(checkpoint(optimizer__schedule="constant"), 5).startswith("learning rate of step 6: 1 (constant) by")
+    assert "0.5 (linear over 20 steps)" in said(checkpoint(optimizer__warmup_steps=10), 5)
+    assert said(checkpoint(eval_every=7), 5) is None
+    same_rate = job._replace(cfg=change(job.cfg, optimizer__schedule="constant"), steps=40)
+    assert train.schedule_change(same_rate, checkpoint(optimizer__schedule="constant"), 5) is None
 
 
 @pytest.mark.parametrize(
