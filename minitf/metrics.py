@@ -324,14 +324,16 @@ class MetricWriter:
     def _show(self, step: int, values: dict[str, Any]) -> None:
         at = f"step {step}/{self._steps}"
         if "train/loss" in values:
-            loss, rate = values["train/loss"], human(values["perf/tokens_per_s"])
+            loss, rate = values["train/loss"], f"{human(values['perf/tokens_per_s'])} tokens/s"
+            if "perf/positions_per_s" in values:
+                rate += f" ({human(values['perf/positions_per_s'])} positions/s)"
             if self._bar is not None:
-                self._bar.set_postfix_str(f"loss {loss:.4f}, {rate} tokens/s", refresh=False)
+                self._bar.set_postfix_str(f"loss {loss:.4f}, {rate}", refresh=False)
             else:
                 left = duration((self._steps - step) * values["perf/step_time_s"])
                 self.say(
                     f"{at}  loss {loss:.4f}  learning rate {values['train/learning_rate']:.3g}  gradient norm "
-                    f"{values['train/grad_norm']:.3g}  {rate} tokens/s  MFU {values['perf/mfu']:.1%}  {left} left"
+                    f"{values['train/grad_norm']:.3g}  {rate}  MFU {values['perf/mfu']:.1%}  {left} left"
                 )
         if "eval/loss" in values:
             bits = f"  bits per byte {values['eval/bits_per_byte']:.4f}" if "eval/bits_per_byte" in values else ""

@@ -121,6 +121,7 @@ def train_step(
         **group_norms("parameter", params),
         "finite": finite,
         "batch": checksum(batch["inputs"]),
+        "tokens": jnp.sum(batch["weights"] > 0, dtype=jnp.int32),  # targets that count: neither padding nor masked
     }
     return TrainState(state.step + 1, skipped, params, opt_state), metrics
 

@@ -312,10 +312,12 @@ def position(job: Job, step: int) -> dict[str, Any]:
     }
 
 
-def about(job: Job, step: int, mixed: list[Phase], loss: float | None = None) -> dict[str, Any]:
-    """What a checkpoint says beside its arrays. `loss`: of an evaluation of this very state; None: there was none."""
+def about(job: Job, step: int, mixed: list[Phase], tokens: int, loss: float | None = None) -> dict[str, Any]:
+    """What a checkpoint says beside its arrays. `tokens`: targets that counted so far. `loss`: of an evaluation of this very
+    state; None: there was none."""
     return {
         "evaluation": loss,
+        "tokens_seen": tokens,
         "data": position(job, step) | {"mixture": mixed},
         "config": dataclasses.asdict(job.cfg),
         "mesh": sharding.sizes_of(job.mesh),
@@ -383,7 +385,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
     """Trains from the newest checkpoint of the work directory, or from the start, to the last step, and returns the exit
     status. Metrics, events and checkpoints go to the work directory. `start_up`: what was done before; None: not known."""
     cfg, workdir, start_up = job.cfg, epath.Path(workdir), start_up or StartUp()
-    tokens_a_step = cfg.batch_size * cfg.seq_len
+    positions_a_step = cfg.batch_size * cfg.seq_len
     flops = flops_per_token(cfg.model, job.specs, cfg.seq_len)
     functions = program(job)
     with start_up.phase("peak rate"):
@@ -428,6 +430,12 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                 writer.say(changed)
 
         mixed = phases(job, restored)
+        tokens_seen = 0 if restored is None else restored.get("tokens_seen")
+        if tokens_seen is None:  # a checkpoint from before they were counted
+            tokens_seen = first * positions_a_step
+            writer.say(
+                f"the checkpoint has no count of tokens: train/tokens_seen goes on from all {tokens_seen:,} positions"
+            )
         best = math.inf if cfg.checkpoint.keep_best is None else checkpoints.lowest_loss()
         saved_at = time.monotonic()
 
@@ -463,7 +471,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             writer.flush()
             events.flush()
             with events.timed("save", step=step) as event:
-                described = checkpoints.save(step, state, about(job, step, mixed, loss), loss)
+                described = checkpoints.save(step, state, about(job, step, mixed, tokens_seen, loss), loss)
                 event["parameters"] = checksum.combined(described["arrays"], "params/")
                 event["bytes"] = sum(a.nbytes for a in jax.tree.leaves(state))
             saved_at = time.monotonic()
@@ -507,6 +515,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         clock, watchdog = StepClock(first), Watchdog(cfg.watchdog)
         stack.callback(watchdog.pause)
         hashes: list[str] = []  # of the batches since the last lap
+        counts: list[int] = []  # of their tokens
 
         def lap(step: int) -> dict[str, float]:
             """Records the steps since the last lap; {} where there are none."""
@@ -514,14 +523,18 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                 return {}
             took = clock.lap(step)
             events.add("steps", **took, batches=hashes[:])
+            took["tokens"] = sum(counts)
             hashes.clear()
+            counts.clear()
             return took
 
         def finish(step: int, metrics: dict[str, jax.Array]) -> None:
             """Reads a step's metrics, which waits for it, and logs them where due."""
-            nonlocal latest, compile_time
+            nonlocal latest, compile_time, tokens_seen
             latest = metrics
             hashes.append(checksum.hexadecimal(np.asarray(metrics.pop("batch"))))
+            counts.append(int(metrics.pop("tokens")))
+            tokens_seen += counts[-1]
             if not metrics.pop("finite"):
                 loss, norm = float(metrics["train/loss"]), float(metrics["train/grad_norm"])
                 where = f"step {step}: loss {loss}, gradient norm {norm}"
@@ -543,12 +556,15 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             took = lap(step)
             step_time = took["seconds"] / (took["last"] - took["first"] + 1)
             values = jax.device_get(metrics) | {
-                "train/tokens_seen": step * tokens_a_step,
+                "train/tokens_seen": tokens_seen,
                 "perf/step_time_s": step_time,
-                "perf/tokens_per_s": tokens_a_step / step_time,
-                "perf/mfu": flops * tokens_a_step / step_time / peak,
+                "perf/tokens_per_s": took["tokens"] / took["seconds"],
+                "perf/mfu": flops * positions_a_step / step_time / peak,
                 "perf/data_wait_frac": took["data_wait"] / took["seconds"],
             }
+            if tokens_seen != step * positions_a_step:  # padding and masked targets are computed, too
+                values["train/positions_seen"] = step * positions_a_step
+                values["perf/positions_per_s"] = positions_a_step / step_time
             if compile_time is not None:
                 values["perf/compile_time_s"], compile_time = compile_time, None
             writer.write(step, values)

@@ -116,7 +116,7 @@ def test_P20_interrupted_run_equals_the_uninterrupted(corpus, undisturbed, tmp_p
     status, lines = launch(saving(corpus), tmp_path / "w")
     assert status == 0
     assert list(series(lines, "train/loss")) == list(range(1, 21))
-    for tag in ("train/loss", "train/learning_rate", "train/grad_norm"):
+    for tag in ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_seen"):
         assert series(lines, tag) == series(json_lines(run.resolve(str(whole)) / "metrics.jsonl"), tag)
     same(whole, tmp_path / "w")
     jax.tree.map(np.testing.assert_array_equal, final(whole), final(tmp_path / "w"))

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -171,6 +172,28 @@ def test_another_tokenizer_in_a_mixture_is_refused(stores, tmp_path):
         train.prepare(change(cfg, data__mixture=((str(other), 1.0), (str(other), 2.0))), jax.devices()[:1])
 
 
+# ---- figures
+
+
+def test_tokens_are_targets_that_count_and_positions_are_told_apart(stores, tmp_path, capsys, monkeypatch, rate_known):
+    cfg = change(config_of(stores, packing="documents"), steps=3, checkpoint__last=True)
+    batches = itertools.islice(train.training_batches(train.prepare(cfg, jax.devices()[:1])), 4)
+    counts = [int((np.asarray(batch["weights"]) > 0).sum()) for batch in batches]
+    assert sum(counts) < 4 * 8 * 16
+    about = train.about  # a checkpoint as it was before tokens were counted
+    monkeypatch.setattr(train, "about", lambda *rest: {k: v for k, v in about(*rest).items() if k != "tokens_seen"})
+    _, (_, *lines) = launch(cfg, tmp_path / "w")
+    assert [line["train/tokens_seen"] for line in lines] == np.cumsum(counts[:3]).tolist()
+    assert [line["train/positions_seen"] for line in lines] == [128, 256, 384]
+    for line, count in zip(lines, counts, strict=False):
+        assert line["perf/tokens_per_s"] == pytest.approx(count / line["perf/step_time_s"])
+        assert line["perf/positions_per_s"] == pytest.approx(128 / line["perf/step_time_s"])
+    assert re.search(r"step 3/3 .* tokens/s \(.* positions/s\)  MFU", capsys.readouterr().out)
+    _, lines = launch(change(cfg, steps=4), tmp_path / "w")
+    assert "no count of tokens: train/tokens_seen goes on from all 384 positions" in capsys.readouterr().out
+    assert lines[-1]["train/tokens_seen"] == 384 + counts[3]
+
+
 # ---- order, hosts, processes
 
 
@@ -293,10 +316,12 @@ def last_position(workdir):
 def test_a_run_on_a_mixture_goes_on_as_if_never_stopped(packing, stores, tmp_path, rate_known):
     cfg = config_of(stores, {"large": 0.7, "small": 0.3}, **packing)
     cfg = change(cfg, steps=8, checkpoint__last=True, optimizer__schedule="constant", eval_every=4, eval_batches=2)
-    launch(cfg, tmp_path / "whole")
+    _, whole = launch(cfg, tmp_path / "whole")
     for steps in (3, 8):
         status, lines = launch(change(cfg, steps=steps), tmp_path / "parts")
         assert status == 0
+    assert series(lines, "train/tokens_seen") == series(whole, "train/tokens_seen")
+    assert ("train/positions_seen" in lines[-2]) == ("packing" in packing or packing.get("isolate_documents", False))
     read = [compare_runs.read(run.resolve(str(tmp_path / name))) for name in ("whole", "parts")]
     assert read[0].batches == read[1].batches
     assert last_position(tmp_path / "parts")["mixture"] == [[0, [0.7, 0.3], [0, 0]]]
