@@ -298,13 +298,22 @@ class MetricWriter:
     output is one, plain lines elsewhere. Only process 0 makes one.
 
     `start`: the step after which a resumed run goes on; what was written for later steps, and lost, is taken away. None: all.
+    `validation`: tokens of the validation splits where evaluations are of a part of them; None: they are of all.
     """
 
-    def __init__(self, workdir: epath.Path, steps: int, *, start: int | None = None, stream: TextIO | None = None):
+    def __init__(
+        self,
+        workdir: epath.Path,
+        steps: int,
+        *,
+        start: int | None = None,
+        validation: int | None = None,
+        stream: TextIO | None = None,
+    ):
         from tqdm import tqdm
 
         logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # a NaN is logged by us, not once for each tag
-        self._steps = steps
+        self._steps, self._validation = steps, validation
         first = 0 if start is None else start + 1
         self._tensorboard = TensorBoard(workdir, purge_step=first)
         self._jsonl = JsonLines(workdir / "metrics.jsonl", keep=lambda line: line["step"] < first)
@@ -337,8 +346,13 @@ class MetricWriter:
                 )
         if "eval/loss" in values:
             bits = f"  bits per byte {values['eval/bits_per_byte']:.4f}" if "eval/bits_per_byte" in values else ""
+            part = (
+                ""
+                if self._validation is None
+                else f"  on {values['eval/tokens']:,} of {self._validation:,} validation tokens"
+            )
             self.say(
-                f"{at}  evaluation loss {values['eval/loss']:.4f}  perplexity {values['eval/perplexity']:.4g}{bits}"
+                f"{at}  evaluation loss {values['eval/loss']:.4f}  perplexity {values['eval/perplexity']:.4g}{bits}{part}"
             )
 
     def progress(self, step: int) -> None:

@@ -164,10 +164,13 @@ def scores(rows: dict[str, np.ndarray], text_bytes: int | None = None) -> dict[s
 def evaluate(
     step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, datasets: dict[str, Iterator[Batch]]
 ) -> dict[str, float]:
-    """`scores` over the batches of all datasets together, as eval/NAME; of several, each one's as eval/DATASET/NAME, too."""
+    """`scores` over the batches of all datasets together, as eval/NAME, and how many tokens they stand on; of several, each one's
+    as eval/DATASET/NAME, too."""
     each = {name: totals(step_fn, params, batches) for name, batches in datasets.items()}
     every = {key: np.concatenate([rows[key] for rows in each.values()]) for key in next(iter(each.values()))}
-    values = {f"eval/{key}": value for key, value in scores(every).items()}
-    if len(each) > 1:
-        values |= {f"eval/{name}/{key}": v for name, rows in each.items() for key, v in scores(rows).items()}
+    parts = {"": every} | ({f"{name}/": rows for name, rows in each.items()} if len(each) > 1 else {})
+    values: dict[str, float] = {}
+    for prefix, rows in parts.items():
+        found = scores(rows) | {"tokens": int(rows["tokens"].sum())}
+        values |= {f"eval/{prefix}{key}": value for key, value in found.items()}
     return values

@@ -274,6 +274,15 @@ def evaluation_batches(job: Job, corpus: datasets.Corpus) -> Iterator[Batch]:
     return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data)
 
 
+def evaluates_a_part(job: Job) -> bool:
+    """Whether evaluations leave out rows of a validation split."""
+    cfg = job.cfg
+    if cfg.eval_every is None or cfg.eval_batches is None:
+        return False
+    rows = [len(pipeline.rows_of(c.val, cfg.seq_len, cfg.data, tail=True)) for c in job.corpora]
+    return max(rows) > cfg.eval_batches * cfg.batch_size
+
+
 # ---- the loop
 
 
@@ -418,7 +427,8 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         if first_process:
             run.store_frame(workdir, job.frame)
         start = None if restored is None else first
-        writer = MetricWriter(workdir, job.steps, start=start) if first_process else NoWriter()
+        validation = sum(len(c.val) for c in job.corpora) if evaluates_a_part(job) else None
+        writer = MetricWriter(workdir, job.steps, start=start, validation=validation) if first_process else NoWriter()
         stack.callback(writer.close)
         writer.text(0 if restored is None else first + 1, "config", config_lib.to_json(cfg))
         if restored is None:

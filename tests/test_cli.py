@@ -177,7 +177,7 @@ def test_metrics_hold_one_object_for_each_logged_step(finished):
         ([2, 4, 5], "train/loss train/learning_rate train/grad_norm train/tokens_seen train/skipped_steps"),
         ([2, 4, 5], "perf/step_time_s perf/tokens_per_s perf/mfu perf/data_wait_frac"),
         ([2], "perf/compile_time_s"),
-        ([3, 5], "eval/loss eval/perplexity eval/bits_per_byte"),
+        ([3, 5], "eval/loss eval/perplexity eval/bits_per_byte eval/tokens"),
     ],
 )
 def test_tags_stand_at_their_steps_as_finite_numbers(finished, steps, tags):
@@ -194,6 +194,7 @@ def test_metrics_agree_with_one_another(finished):
     assert series(finished.lines, "train/learning_rate") == pytest.approx(dict.fromkeys((2, 4, 5), 1e-3))
     for line in finished.lines:
         if "eval/loss" in line:
+            assert line["eval/tokens"] == 180  # a tenth of 1,800 bytes and the end token, all but the first
             assert line["eval/perplexity"] == pytest.approx(math.exp(line["eval/loss"]))
         if "train/loss" in line:
             assert line["perf/tokens_per_s"] == pytest.approx(8 * 16 / line["perf/step_time_s"])
@@ -237,6 +238,7 @@ def test_run_says_what_it_runs_on(finished):
         f"tensorboard --logdir {finished.workdir}",
     ):
         assert words in finished.out
+    assert "validation tokens\n" not in finished.out  # evaluations are of all
 
 
 # ---- the work directory

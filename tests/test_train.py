@@ -18,14 +18,22 @@ from minitf.model.transformer import model_params
 from minitf.params import named
 
 
-def test_P17_steps_schedule_and_evaluations_count_optimizer_steps(corpus, tmp_path):
+def test_P17_steps_schedule_and_evaluations_count_optimizer_steps(corpus, tmp_path, capsys):
     cfg = text_config(
-        corpus, steps=12, accumulation=4, eval_every=6, optimizer__schedule="cosine", optimizer__warmup_steps=4
+        corpus,
+        steps=12,
+        accumulation=4,
+        eval_every=6,
+        eval_batches=1,
+        optimizer__schedule="cosine",
+        optimizer__warmup_steps=4,
     )
     status, lines = launch(cfg, tmp_path / "w")
     assert status == 0
     assert list(series(lines, "train/loss")) == list(range(1, 13))
     assert list(series(lines, "eval/loss")) == [6, 12]
+    assert series(lines, "eval/tokens") == {6: 8 * 16, 12: 8 * 16}
+    assert "  on 128 of 300 validation tokens\n" in capsys.readouterr().out
     rates = series(lines, "train/learning_rate")
     assert rates[5] == pytest.approx(1e-3)  # the update after four others: optimizer step 4
     assert rates[1] == 0
