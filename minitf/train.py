@@ -153,6 +153,8 @@ def prepare(cfg: Config, devices: list | None = None, framing: datasets.Framing 
                 pipeline.rows_of(corpus.val, cfg.seq_len, cfg.data, tail=True)
         except ValueError as e:
             raise ValueError(f"{e}; name one by data.val_path, or set eval_every=None") from None
+        for corpus in corpora:
+            pipeline.check_ids(corpus.val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
     steps = config_lib.total_steps(cfg, rows)
     config_lib.check_length(cfg, steps)
     vocab_size = cfg.model.vocab_size or corpora[0].train.vocab_size
@@ -625,7 +627,12 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                 lap(step)
                 watchdog.pause()
                 profile.end(step)
-                loss = evaluate_now(step) if evaluating else None
+                try:
+                    loss = evaluate_now(step) if evaluating else None
+                except DataError as e:  # the files are others than at the start: what is done is saved
+                    if jax.process_count() > 1:  # the others are in the middle of the evaluation
+                        raise
+                    loss, failure, saving = None, e, saving or cfg.checkpoint.last
                 if sampling:
                     sample_now(step)
                 if loss is not None and loss < best:

@@ -20,6 +20,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minitf import config, run, train
+from minitf.data import pipeline
 from minitf.metrics import StartUp
 from tests.common import ROOT, TINY, change, run_module, series
 from tools import compare_runs
@@ -564,6 +565,20 @@ def test_bad_id_found_while_reading_is_one_message(cli, tmp_path):
     assert ended.err.startswith("error: ")
     assert "ids.bin (train): id 64 at token 100 is not below the vocabulary size 64" in ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_bad_id_of_the_validation_split_is_found_before_training(long, refused, tmp_path, monkeypatch):
+    """Anywhere in it; of a very long one, where evaluations read."""
+    ids = np.arange(64 * 40, dtype=np.uint16) % 64
+    ids.tofile(tmp_path / "train.bin")
+    ids[0 if long else -1] = 64
+    ids.tofile(tmp_path / "val.bin")
+    if long:
+        monkeypatch.setattr(pipeline, "CHECKED", 100)
+    settings = ["data.kind=tokens", f"data.path={tmp_path}", "eval_every=5", "eval_batches=1"]
+    message = refused(*(f"--config.{s}" for s in settings))
+    assert f"val.bin: id 64 at token {0 if long else 2559} is not below the vocabulary size 64" in message
 
 
 # ---- losses that are not finite

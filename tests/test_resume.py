@@ -22,6 +22,7 @@ from minitf import metrics, run, sharding, train
 from minitf import params as P
 from minitf.checkpoint import Checkpoints
 from minitf.data import datasets, pipeline
+from minitf.data.store import DataError
 from minitf.distributed import StopRequest
 from minitf.metrics import json_lines
 from minitf.sharding import MeshConfig
@@ -519,6 +520,23 @@ def test_P35_an_update_that_is_not_finite_is_neither_applied_nor_saved(corpus, t
     with pytest.raises(train.NonFinite, match=r"^step 1: loss .*, but the update .* is not finite"):
         launch(cfg, tmp_path / "w")
     assert list((tmp_path / "w/checkpoints").iterdir()) == []
+
+
+def test_an_evaluation_that_meets_a_bad_id_ends_the_run_after_a_save(corpus, undisturbed, tmp_path, monkeypatch):
+    """Which is so where the file has become another one since the start."""
+    cfg = saving(corpus, eval_every=6, eval_batches=1)
+
+    def evaluation_batches(job, corpus):
+        raise DataError("val.txt: id 99 at token 0 is not below the vocabulary size 64")
+        yield
+
+    monkeypatch.setattr(train, "evaluation_batches", evaluation_batches)
+    with pytest.raises(DataError, match="id 99 at token 0"):
+        launch(cfg, tmp_path / "w")
+    assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["6"]
+    monkeypatch.undo()
+    assert launch(cfg, tmp_path / "w")[0] == 0
+    same(undisturbed(eval_every=6, eval_batches=1), tmp_path / "w")
 
 
 def test_P47_a_failing_record_ends_the_run_with_its_error_and_the_last_good_step(corpus, undisturbed, tmp_path):

@@ -126,6 +126,21 @@ def evaluation_rows(
     return spread(rows_of(store, seq_len, cfg, tail=True), batch_size, batches)
 
 
+CHECKED, CHUNK = 2**28, 2**22  # tokens: of a split that are all looked at, and at once
+
+
+def check_ids(store: Store, seq_len: int, cfg: DataConfig, batch_size: int, batches: int | None) -> None:
+    """Raises DataError where a validation split has an id that the model has no row for. Of a split that is very long, only what
+    evaluations of so many batches read is looked at."""
+    if batches is None or len(store) <= CHECKED:
+        for start in range(0, len(store), CHUNK):
+            store.window(start, min(start + CHUNK, len(store)))
+    else:
+        rows = evaluation_rows(store, seq_len, cfg, batch_size, batches)
+        for i in range(len(rows)):
+            rows[i]
+
+
 def spread(rows: Any, batch_size: int, batches: int | None) -> grain.MapDataset:
     n = len(rows) if batches is None else min(len(rows), batches * batch_size)
     empty = {k: np.zeros_like(v) for k, v in rows[0].items()}
