@@ -306,3 +306,40 @@ def test_a_model_tuned_on_conversations_answers_in_transformers_by_its_template(
             0, ids["input_ids"].shape[1] :
         ]
         assert tokenizer.decode(found) == f"{answer['content']}<|im_end|>"
+
+
+TEMPLATES = {  # in the ways in which templates of models are written
+    "header": (
+        "{{- bos_token }}\n{%- if messages[0].role == 'system' %}\n  {%- set said = messages[0].content | trim %}\n"
+        "  {%- set messages = messages[1:] %}\n{%- else %}\n  {%- set said = 'today' %}\n{%- endif %}\n"
+        "{{- '<|im_start|>system\\n' + said + '<|im_end|>' }}\n{%- for m in messages %}\n"
+        "    {%- if tools is not none and loop.first %}{{- tools | tojson }}{% endif %}\n"
+        "{{- '<|im_start|>' + m['role'] + '\\n\\n' + m['content'] | trim + '<|im_end|>' }}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n\\n' }}{%- endif %}"
+    ),
+    "macro": (
+        "{% macro turn(m) -%}\n[{{ m.role | upper }}] {{ m.content }}\n{%- endmacro %}\n"
+        "{% set state = namespace(n=0) %}\n{% for m in messages %}\n    {% set state.n = state.n + 1 %}\n"
+        "    {% if m.role == 'system' %}\n        {% continue %}\n    {% endif %}\n    {{ turn(m) }} {{ state.n }}\n"
+        "    {% generation %}{{ eos_token }}{% endgeneration %}\n{% endfor %}\n{{ [1, 'é'] | tojson }}"
+    ),
+}
+CONVERSATION = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "What is 2+2?\n"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And <b>3+3</b>?"},
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_are_rendered_as_by_transformers(name, transformers, tmp_path):
+    from test_frame import make_tokenizer
+
+    from minitf.data import chat
+
+    ours = make_tokenizer(tmp_path, start=True, template=TEMPLATES[name])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for messages in (CONVERSATION, CONVERSATION[1:2]):
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert chat.prompt_ids(ours, TEMPLATES[name], 0, messages) == expected

@@ -97,7 +97,7 @@ def rendered(template: str, messages: Messages, named: Mapping[str, str]) -> str
     template that fails, or refuses these messages."""
     try:
         import jinja2
-        from jinja2.ext import loopcontrols
+        from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise ValueError("a chat template of Hugging Face needs the package jinja2: pip install '.[hf]'") from None
@@ -105,9 +105,20 @@ def rendered(template: str, messages: Messages, named: Mapping[str, str]) -> str
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    # As transformers has it, whose templates they are.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
+    class Generation(Extension):
+        """Marks what an assistant says, for those who train on it; here it is written as it is."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    # As transformers has it, whose templates they are (utils/chat_template_utils.py).
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = lambda x, ensure_ascii=False, **kw: json.dumps(x, ensure_ascii=ensure_ascii, **kw)
     environment.globals |= {
         "raise_exception": refuse,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
@@ -116,6 +127,7 @@ def rendered(template: str, messages: Messages, named: Mapping[str, str]) -> str
         "messages": [dict(m) for m in messages],
         "add_generation_prompt": True,
         "tools": None,
+        "documents": None,
         **named,
     }
     try:
