@@ -137,17 +137,17 @@ def measured(step: Callable[[], None], steps: int) -> dict[str, Any]:
 
 
 def run(bench: Bench, steps: int) -> dict[str, Any]:
-    """`measured` of the job's next steps, and how many it has skipped."""
-    batch = next(bench.batches)
+    """`measured` of the job's next steps, how many it has skipped, and how many targets counted."""
+    batch, targets = next(bench.batches), 0
 
     def step() -> None:
-        nonlocal batch
+        nonlocal batch, targets
         bench.state, metrics = bench.step(bench.state, batch)
         batch = next(bench.batches)  # while the step runs, as in the training loop
         # Awaited here, not one step later: a CPU may run a step inside its dispatch, and times would belong to other steps.
-        jax.block_until_ready(metrics)
+        targets += int(jax.block_until_ready(metrics)["tokens"])
 
-    return measured(step, steps) | {"skipped_steps": int(bench.state.skipped)}
+    return measured(step, steps) | {"skipped_steps": int(bench.state.skipped), "targets": targets}
 
 
 def summary(facts: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -165,6 +165,7 @@ def summary(facts: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]
         "minor_faults_per_step": sum(r["minor_faults"] for r in runs) / len(times),
         "peak_rss_bytes": max(r["peak_rss_bytes"] for r in runs),
         "skipped_steps": runs[-1]["skipped_steps"],
+        "targets_share": sum(r["targets"] for r in runs) / (tokens * len(times)),
     }
 
 
@@ -346,12 +347,12 @@ def saving(bench: Bench, directory: epath.Path, steps: int, rounds: int) -> dict
             for _ in range(rounds + 1):
                 alone = statistics.median(run(bench, steps)["times"])
                 began = time.perf_counter()
-                checkpoints.save(next(number), bench.state, about(job, int(bench.state.step), []))
+                checkpoints.save(next(number), bench.state, about(job, int(bench.state.step), [], 0))
                 blocked = time.perf_counter() - began
                 behind = statistics.median(run(bench, steps)["times"])
                 checkpoints.wait()
                 began = time.perf_counter()
-                checkpoints.save(next(number), bench.state, about(job, int(bench.state.step), []))
+                checkpoints.save(next(number), bench.state, about(job, int(bench.state.step), [], 0))
                 checkpoints.wait()
                 written = time.perf_counter() - began
                 copied = plain_copy(bench.state, directory / "copy")
@@ -419,6 +420,9 @@ def table(sides: dict[str, dict[str, Any]], rows: dict[str, Any] = ROWS) -> str:
     for name, s in sides.items():
         if s.get("skipped_steps"):
             text.append(f"warning: {name}: {s['skipped_steps']} steps were not finite, and skipped their update")
+        if s.get("targets_share", 1) < 1:
+            share = f"{s['targets_share']:.1%}"
+            text.append(f"{name}: tokens/s are positions, of which {share} are targets that count (padding, masks)")
     return "\n".join(text)
 
 

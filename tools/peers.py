@@ -103,7 +103,7 @@ def begin(request: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict
         loss.item()  # as a loop logs it
 
     def run(steps: int) -> dict[str, Any]:
-        return measured(step, steps) | {"skipped_steps": 0}
+        return measured(step, steps) | {"skipped_steps": 0, "targets": steps * cfg.batch_size * cfg.seq_len}
 
     facts = {"attention": "PyTorch", "parameters": sum(p.numel() for p in model.parameters())}
     return facts | {"torch": torch.__version__}, run
