@@ -33,6 +33,7 @@ from minitf.model.transformer import ModelConfig, model_params
 from minitf.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from minitf.sharding import MeshConfig
 from minitf.state import TrainState, state_shardings
+from tools.parity import change, random_batch, random_params  # noqa: F401  for the tests, as the rest here
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,40 +72,11 @@ TINY = Config(
 )
 
 
-def change(cfg: Any, **values: Any) -> Any:
-    """A copy with settings replaced by dotted name, dots written as two underscores: change(cfg, model__dim=32)."""
-    for name, value in values.items():
-        head, _, rest = name.partition("__")
-        cfg = dataclasses.replace(cfg, **{head: change(getattr(cfg, head), **{rest: value}) if rest else value})
-    return cfg
-
-
 def make_mesh(name: str, cfg: MeshConfig | None = None) -> jax.sharding.Mesh:
     """A mesh of MESHES, or of sizes written as there; with the settings of the config besides."""
     sizes = MESHES.get(name) or tuple(map(int, name.split("x")))
     cfg = dataclasses.replace(cfg or MeshConfig(), **dict(zip(sharding.AXES, sizes, strict=True)))
     return sharding.make_mesh(cfg, jax.devices()[: int(np.prod(sizes))])
-
-
-def random_batch(cfg: Config, seed: int = 0, weights: Any = None) -> dict[str, jax.Array]:
-    """Random ids; targets are random too."""
-    rng = np.random.default_rng(seed)
-    shape = (cfg.batch_size, cfg.seq_len)
-    ids = rng.integers(0, cfg.model.vocab_size, (2, *shape), dtype=np.int32)
-    weights = np.ones(shape, np.float32) if weights is None else np.asarray(weights, np.float32)
-    return {"inputs": jnp.asarray(ids[0]), "targets": jnp.asarray(ids[1]), "weights": jnp.asarray(weights)}
-
-
-def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> Any:
-    """Noise around 1 for what begins as 1 (scales), around 0 for all else: no scale is 1 and no bias 0, where a wrong use of one
-    would not show."""
-    rng = np.random.default_rng(seed)
-
-    def one(p: P.Param) -> jax.Array:
-        noise = scale * rng.standard_normal(p.full_shape)
-        return jnp.asarray(noise + (p.init is P.ones), p.dtype)
-
-    return P.tree_map(one, model_params(cfg))
 
 
 @functools.cache
