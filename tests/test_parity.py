@@ -1,9 +1,7 @@
 """Logits of transformers' own models, for what is imported from them and for what is exported to them."""
 
 import json
-import os
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,38 +15,23 @@ from minitf.huggingface import folder as files
 from minitf.huggingface.convert import export_model, import_model
 from minitf.huggingface.families import FAMILIES
 from minitf.model import ops
-from minitf.model.transformer import model as logits_of
 from minitf.params import named
 from minitf.sampling import Sampler, Sampling
-from tools import benchmark_generate
+from tools import benchmark_generate, parity_peers
+from tools.parity_peers import IDS, SCALE, THEIRS, TOLERANCE, our_logits, random_model, their_logits
 
 pytestmark = pytest.mark.slow
-TOLERANCE = 1e-4
-SCALE = 0.2  # of random parameters: small enough that rounding stays well below the tolerance
 
 
 @pytest.fixture(scope="module")
 def torch():
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="module")
 def transformers(torch):
-    found = pytest.importorskip("transformers", minversion="5")
-    found.logging.set_verbosity_error()
-    found.logging.disable_progress_bar()
-    return found
-
-
-IDS = np.random.default_rng(0).integers(0, 64, (2, 40))  # beyond every window and every length before a stretch
-
-
-def ours(workdir, ids=IDS):
-    model = run.load_model(workdir)
-    cfg, params = model.cfg, model.params
-    return np.asarray(jax.jit(lambda p, x: logits_of(p, x, cfg.model))(params, jnp.asarray(ids)))
+    pytest.importorskip("transformers", minversion="5")
+    return parity_peers.transformers()
 
 
 def load(transformers, folder):
@@ -60,78 +43,18 @@ def load(transformers, folder):
     return theirs.eval()
 
 
-def logits(torch, theirs, ids=IDS):
-    with torch.no_grad():
-        return theirs(torch.tensor(ids)).logits.numpy()
-
-
 def assert_near(a, b):
     assert np.abs(b).max() > 0.5  # else near 0 would be near
     assert_close({"logits": a}, {"logits": b}, TOLERANCE)
 
 
-LLAMA = dict(
-    vocab_size=64, hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-    max_position_embeddings=64, head_dim=10, rms_norm_eps=1e-5, rope_parameters=dict(rope_type="default", rope_theta=100.0),
-)  # fmt: skip
-STRETCHED = dict(
-    rope_type="llama3", rope_theta=100.0, factor=4.0, low_freq_factor=1.5, high_freq_factor=3.0,
-    original_max_position_embeddings=12,
-)  # fmt: skip
-GEMMA2 = LLAMA | dict(
-    query_pre_attn_scalar=17, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, sliding_window=5
-)
-GPT2 = dict(vocab_size=64, n_embd=48, n_inner=40, n_layer=3, n_head=6, n_positions=64)
-SLIDING, FULL = "sliding_attention", "full_attention"
-THEIRS = {  # name -> (model_type, settings), written as transformers' own classes take them
-    "llama": ("llama", LLAMA),
-    "llama_tied_derived_head_size": ("llama", {**LLAMA, "head_dim": None, "tie_word_embeddings": True}),
-    "llama_biases_stretched": ("llama", LLAMA | dict(attention_bias=True, mlp_bias=True, rope_parameters=STRETCHED)),
-    "llama_gelu": ("llama", LLAMA | dict(hidden_act="gelu_pytorch_tanh")),
-    "mistral": ("mistral", LLAMA | dict(hidden_size=44, sliding_window=5)),
-    "mistral_without_window": ("mistral", LLAMA | dict(hidden_size=44, sliding_window=None)),
-    "qwen2": ("qwen2", LLAMA | dict(head_dim=8)),
-    "qwen2_windows": ("qwen2", LLAMA | dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)),
-    "qwen3": ("qwen3", LLAMA | dict(hidden_size=44)),
-    "qwen3_windows": (
-        "qwen3",
-        LLAMA
-        | dict(attention_bias=True, use_sliding_window=True, sliding_window=5, layer_types=[SLIDING, FULL, SLIDING]),
-    ),
-    "gemma2": ("gemma2", GEMMA2),
-    "gemma2_layers": ("gemma2", GEMMA2 | dict(layer_types=[FULL, SLIDING, SLIDING], attn_logit_softcapping=None)),
-    "gpt2": ("gpt2", GPT2),
-    "gpt2_untied_unscaled": (
-        "gpt2",
-        GPT2 | dict(tie_word_embeddings=False, scale_attn_weights=False, activation_function="gelu", n_inner=None),
-    ),
-}
-
-
-def random_model(torch, transformers, name):
-    """Every parameter random, norms and biases too."""
-    kind, settings = THEIRS[name]
-    config = transformers.AutoConfig.for_model(kind, **settings)
-    return randomised(torch, transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
-
-
-def randomised(torch, theirs):
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for path, p in theirs.named_parameters():
-            middle = 1.0 if "norm" in path or ".ln_" in path else 0.0
-            p.copy_(middle + SCALE * torch.randn(p.shape, generator=generator))
-    theirs.tie_weights()
-    return theirs.eval()
-
-
 @pytest.mark.parametrize("name", THEIRS)
 def test_imported_models_have_their_logits(name, torch, transformers, tmp_path):
-    theirs = random_model(torch, transformers, name)
+    theirs = random_model(name)
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     import_model(tmp_path / "hf", tmp_path / "w")
-    assert_near(ours(tmp_path / "w"), logits(torch, theirs))
+    assert_near(our_logits(tmp_path / "w"), their_logits(theirs))
     # And back: the same numbers, under the same names.
     export_model(tmp_path / "w", tmp_path / "again", family=THEIRS[name][0])
     again = load(transformers, tmp_path / "again")
@@ -140,7 +63,7 @@ def test_imported_models_have_their_logits(name, torch, transformers, tmp_path):
     assert before.keys() == after.keys()
     for path in before:
         assert torch.equal(before[path], after[path]), path
-    np.testing.assert_array_equal(logits(torch, again), logits(torch, theirs))
+    np.testing.assert_array_equal(their_logits(again), their_logits(theirs))
 
 
 def test_every_family_is_compared_both_ways():
@@ -154,7 +77,7 @@ def test_exported_models_have_our_logits(name, torch, transformers, tmp_path):
     export_model(tmp_path / "run", tmp_path / "hf")
     theirs = load(transformers, tmp_path / "hf")
     assert theirs.config.model_type == family
-    assert_near(logits(torch, theirs), ours(tmp_path / "run"))
+    assert_near(their_logits(theirs), our_logits(tmp_path / "run"))
     import_model(tmp_path / "hf", tmp_path / "back")
     back = dict(named(run.load_model(tmp_path / "back").params))
     for path, a in named(params):
@@ -169,20 +92,20 @@ def test_a_bfloat16_export_in_shards_is_loaded(torch, transformers, tmp_path):
     theirs = load(transformers, tmp_path / "hf")
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
     import_model(tmp_path / "hf", tmp_path / "back")
-    assert_near(logits(torch, theirs), ours(tmp_path / "back"))
+    assert_near(their_logits(theirs), our_logits(tmp_path / "back"))
 
 
 def test_classic_settings_are_read_alike(torch, transformers, tmp_path):
     # As transformers 4 wrote them, and as most folders of the hub have them.
-    theirs = random_model(torch, transformers, "llama_biases_stretched")
+    theirs = random_model("llama_biases_stretched")
     theirs.save_pretrained(tmp_path / "hf")
     tree = json.loads((tmp_path / "hf/config.json").read_text())
     rope = tree.pop("rope_parameters")
     tree |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": tree.pop("dtype")}
     (tmp_path / "hf/config.json").write_text(json.dumps(tree))
     import_model(tmp_path / "hf", tmp_path / "w")
-    assert_near(ours(tmp_path / "w"), logits(torch, theirs))
-    assert_near(logits(torch, load(transformers, tmp_path / "hf")), logits(torch, theirs))
+    assert_near(our_logits(tmp_path / "w"), their_logits(theirs))
+    assert_near(their_logits(load(transformers, tmp_path / "hf")), their_logits(theirs))
     export_model(tmp_path / "w", tmp_path / "again")
     written = json.loads((tmp_path / "again/config.json").read_text())
     for key in ("rope_theta", "rope_scaling", "torch_dtype"):
@@ -211,10 +134,10 @@ def test_P52_a_trained_tied_model_is_exported_as_it_is_used(torch, transformers,
     theirs = load(transformers, tmp_path / "hf")
     assert theirs.config.tie_word_embeddings
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
-    assert_near(logits(torch, theirs, IDS[:, :16]), ours(tmp_path / "run", IDS[:, :16]))
+    assert_near(their_logits(theirs, IDS[:, :16]), our_logits(tmp_path / "run", IDS[:, :16]))
     import_model(tmp_path / "hf", tmp_path / "back")
     assert "head" not in run.load_model(tmp_path / "back").params
-    np.testing.assert_array_equal(ours(tmp_path / "back", IDS[:, :16]), ours(tmp_path / "run", IDS[:, :16]))
+    np.testing.assert_array_equal(our_logits(tmp_path / "back", IDS[:, :16]), our_logits(tmp_path / "run", IDS[:, :16]))
 
 
 def test_decoding_is_that_of_transformers_and_is_measured_beside_it(torch, transformers, corpus, tmp_path):
@@ -268,10 +191,7 @@ def test_figures_of_tasks_are_those_of_the_harness_adapter_for_transformers(name
 
     from minitf import harness
 
-    kind, settings = THEIRS[name]
-    settings = settings | dict(vocab_size=VOCAB, bos_token_id=0, eos_token_id=1)
-    config = transformers.AutoConfig.for_model(kind, **settings)
-    theirs = randomised(torch, transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    theirs = random_model(name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=1)
     theirs.save_pretrained(tmp_path / "hf")
     tokenizer = make_tokenizer(tmp_path / "hf", start=True)
     import_model(tmp_path / "hf", tmp_path / "w")

@@ -5,7 +5,12 @@ python -m tools.parity --only sliding gelu mesh_2x2x2
 
 Every kind of model and every way to compute it is a row: `base` is the recipe, each other row changes one thing of it. A row
 compares logits, the gradient of every parameter and the losses of 20 steps of plain SGD with those of minitf/model/reference.py,
-prints the largest difference beside its tolerance, and names the first parameter, or the step, where the two part.
+prints the largest difference beside its tolerance, and names the first parameter, or the step, where the two part. Where PyTorch
+and transformers are installed (extra `parity`), small random models of every family of minitf.huggingface are held against
+theirs, too. --peer trains beside nanoGPT from its own initial values, by the same optimizer on the same rows, for 100 steps.
+
+Eight devices are simulated on a CPU (JAX_NUM_CPU_DEVICES changes that); what cannot run on these devices is said and not counted.
+About four minutes on two CPU cores. Exit status: 0 all equal, 1 a miss, 2 a mistake. docs/parity.md says more.
 """
 
 import argparse
@@ -17,6 +22,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +41,7 @@ from minitf.model.transformer import REMAT, ModelConfig, model, model_params
 from minitf.params import SCHEMES
 from minitf.sharding import MeshConfig
 from minitf.tables import did_you_mean
+from tools import parity_peers, peers
 
 STEPS, LEARNING_RATE = 20, 0.02
 
@@ -282,6 +289,7 @@ def devices_of(cfg: Config) -> int:
 
 # ---- the comparison
 
+COLUMNS = ("logits", "gradient", "curve")
 TOLERANCE = 1e-5  # of float32
 # A 16-bit model rounds its weights, and beside each of the 7 of a block about 17 results in the forward pass and as many in the
 # backward pass. Roundings that know nothing of each other add up as squares do: sqrt((7 + 17 + 17) / 7) = 2.4 times what those of
@@ -290,11 +298,11 @@ ROUNDING = 4
 
 
 class Part(NamedTuple):
-    """A column of a row. Differences are relative to the array's largest expected value, but at least to 1."""
+    """A column of a row."""
 
     difference: float  # the largest
     tolerance: float
-    miss: str | None  # where the first one beyond the tolerance is
+    miss: str | None  # the first that is beyond it
 
 
 def difference(a: Any, e: Any) -> float:
@@ -302,35 +310,34 @@ def difference(a: Any, e: Any) -> float:
     a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
     if a.shape != e.shape or not np.isfinite(a).all():
         return math.inf
-    return np.abs(a - e).max(initial=0) / max(1.0, np.abs(e).max(initial=0))
+    return float(np.abs(a - e).max(initial=0) / max(1.0, np.abs(e).max(initial=0)))
 
 
-def differences(found: Values, truth: Values) -> dict[str, dict[str, float]]:
-    """Column -> name of an array, or number of a step -> difference."""
-    gradient = dict(P.named(truth.gradient))
-    largest = max(1.0, np.abs(truth.losses).max())
+Differences = dict[str, dict[str, float]]  # column -> what is compared -> difference
+
+
+def differences(found: Values, truth: Values) -> Differences:
+    gradient, largest = dict(P.named(truth.gradient)), max(1.0, np.abs(truth.losses).max())
+    relative = lambda x: np.asarray(x, np.float64) / largest
     return {
         "logits": {"logits": difference(found.logits, truth.logits)},
-        "gradient": {name: difference(g, gradient[name]) for name, g in P.named(found.gradient)},
+        "gradient": {f"gradient of {name}": difference(g, gradient[name]) for name, g in P.named(found.gradient)},
         "curve": {
-            f"step {i}": abs(float(a) - float(e)) / largest if math.isfinite(a) else math.inf
-            for i, (a, e) in enumerate(zip(found.losses, truth.losses, strict=True), 1)
+            f"loss curve from step {i}": difference(a, e)
+            for i, (a, e) in enumerate(zip(relative(found.losses), relative(truth.losses), strict=True), 1)
         },
     }
 
 
-def compare(found: Values, truth: Values, tolerances: dict[str, float]) -> dict[str, Part]:
+def compare(found: Differences, tolerances: dict[str, float]) -> dict[str, Part]:
     """Column -> part."""
     parts = {}
-    for column, values in differences(found, truth).items():
-        tolerance = tolerances[column]
-        beyond = [name for name, value in values.items() if not value <= tolerance]
-        miss = None
+    for column, values in found.items():
+        tolerance, miss = tolerances[column], None
+        beyond = [name for name, value in values.items() if value > tolerance]
         if beyond:
-            more = f" (and of {len(beyond) - 1} more)" if column == "gradient" and len(beyond) > 1 else ""
-            what = {"logits": "", "gradient": "gradient of ", "curve": "the loss curve departs at "}[column] + beyond[0]
-            miss = f"{what} differs" if column != "curve" else what
-            miss += f" by {values[beyond[0]]:.1e}, tolerance {tolerance:.0e}{more}"
+            more = f"; {len(beyond) - 1} more" if column == "gradient" and len(beyond) > 1 else ""
+            miss = f"{beyond[0]}: differs by {values[beyond[0]]:.1e}, tolerance {tolerance:.0e}{more}"
         parts[column] = Part(max(values.values()), tolerance, miss)
     return parts
 
@@ -338,7 +345,7 @@ def compare(found: Values, truth: Values, tolerances: dict[str, float]) -> dict[
 def tolerances(cfg: Config, initial: bool = False, steps: int = STEPS) -> dict[str, float]:
     """Column -> tolerance, by the type of products."""
     if cfg.model.dtype == "float32":
-        return dict.fromkeys(("logits", "gradient", "curve"), TOLERANCE)
+        return dict.fromkeys(COLUMNS, TOLERANCE)
     rounded, exact = (expected(cfg, initial, steps, dtype) for dtype in (cfg.model.dtype, "float32"))
     return {column: ROUNDING * max(values.values()) for column, values in differences(rounded, exact).items()}
 
@@ -346,7 +353,7 @@ def tolerances(cfg: Config, initial: bool = False, steps: int = STEPS) -> dict[s
 def check(cfg: Config, initial: bool = False, steps: int = STEPS) -> dict[str, Part]:
     """The real model of a config beside the plain one."""
     found, truth = actual(cfg, initial, steps), expected(cfg, initial, steps)
-    return compare(found, truth, tolerances(cfg, initial, steps))
+    return compare(differences(found, truth), tolerances(cfg, initial, steps))
 
 
 # ---- the command
@@ -373,47 +380,80 @@ def refusal(cfg: Config) -> str | None:
     return attention.refusal(a.implementation, device.platform, needs)
 
 
-def row(name: str) -> Row:
-    cfg, changes = departure(name), ROWS[name]
-    why = refusal(cfg)
-    if why is not None:
-        return Row(name, changes, skipped=why)
-    try:
-        parts = check(cfg, name in INITIAL)
-    except Exception as e:  # what a change broke is named, and the other rows are still compared
-        return Row(name, changes, misses=(f"{type(e).__name__}: {e}",))
-    return Row(name, changes, (cfg.batch_size, cfg.seq_len, cfg.model.vocab_size), parts, missed(parts))
-
-
 def missed(parts: dict[str, Part]) -> tuple[str, ...]:
     return tuple(part.miss for part in parts.values() if part.miss is not None)
 
 
-COLUMNS = ("logits", "gradient", "curve")
+def own_row(name: str) -> Row:
+    """The real model beside the plain one."""
+    cfg, changes = departure(name), ROWS[name]
+    why = refusal(cfg)
+    if why is not None:
+        return Row(name, changes, skipped=why)
+    parts = check(cfg, name in INITIAL)
+    return Row(name, changes, (cfg.batch_size, cfg.seq_len, cfg.model.vocab_size), parts, missed(parts))
 
 
-def cells(r: Row) -> list[str]:
-    if r.skipped is not None:
-        return [r.name, *"----", f"not here: {r.skipped}"]
-    shape = "x".join(map(str, r.shape)) if r.shape else "-"
-    numbers = [f"{p.difference:.1e} / {p.tolerance:.0e}" if (p := (r.parts or {}).get(c)) else "-" for c in COLUMNS]
-    return [r.name, shape, *numbers, "MISS" if r.misses else "equal"]
+def imported_row(name: str) -> Row:
+    """A model of transformers, imported, beside itself."""
+    kind, settings = parity_peers.THEIRS[name.removeprefix(TRANSFORMERS)]
+    changes = {"model_type": kind, **settings}
+    if not parity_peers.installed():
+        return Row(name, changes, skipped="needs PyTorch and transformers: pip install '.[parity]'")
+    ours, theirs = parity_peers.imported(name.removeprefix(TRANSFORMERS))
+    parts = compare({"logits": {"logits": difference(ours, theirs)}}, {"logits": parity_peers.TOLERANCE})
+    return Row(name, changes, theirs.shape, parts, missed(parts))
+
+
+def peer_row(name: str, where: str) -> Row:
+    """Our training beside nanoGPT's, from its initial values."""
+    cfg = parity_peers.peer_config(parity_peers.PEERS[name])
+    batches = parity_peers.learnable(cfg, cfg.steps)
+    params, theirs = parity_peers.nanogpt(where, cfg, batches)
+    ours = parity_peers.trained(params, cfg, batches)
+    parts = compare(differences(Values(*ours), Values(*theirs)), dict.fromkeys(COLUMNS, TOLERANCE))
+    return Row(name, {"checkout": where}, theirs[0].shape, parts, missed(parts))
+
+
+TRANSFORMERS = "transformers_"
 
 
 def line(r: Row, width: int) -> str:
-    name, shape, *numbers, verdict = cells(r)
-    return f"{name:{width}}  {shape:>9}  " + "  ".join(f"{n:>15}" for n in numbers) + f"  {verdict}"
+    if r.skipped is not None:
+        return f"{r.name:{width}}  not here: {r.skipped}"
+    numbers = [f"{p.difference:.1e} / {p.tolerance:.0e}" if (p := (r.parts or {}).get(c)) else "-" for c in COLUMNS]
+    shape = "x".join(map(str, r.shape)) if r.shape else "-"
+    return f"{r.name:{width}}  {shape:>9}  " + "  ".join(f"{n:>15}" for n in numbers) + f"  {verdict(r)}"
 
 
-def select(names: list[str] | None, known: dict[str, Any]) -> list[str]:
-    """The rows that these names or patterns (mesh_*) name; all if None. Raises ValueError for one that names none."""
-    found: list[str] = []
-    for pattern in ["*"] if names is None else names:
-        some = fnmatch.filter(known, pattern)
-        if not some:
+def verdict(r: Row) -> str | None:
+    return None if r.skipped is not None else "MISS" if r.misses else "equal"
+
+
+def select(patterns: list[str], known: Iterable[str]) -> list[str]:
+    """The rows that names or patterns (mesh_*) name, in their order. Raises ValueError for one that names none."""
+    known = list(known)
+    for pattern in patterns:
+        if not fnmatch.filter(known, pattern):
             raise ValueError(f"--only {pattern}: no such row{did_you_mean(pattern, known)}; known: {', '.join(known)}")
-        found += [name for name in some if name not in found]
-    return found
+    return [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def rows_of(peer: str | None) -> dict[str, Callable[[], Row]]:
+    """Every row by name, and what computes it."""
+    rows: dict[str, Callable[[], Row]] = {name: functools.partial(own_row, name) for name in ROWS}
+    for name in parity_peers.THEIRS:
+        rows[TRANSFORMERS + name] = functools.partial(imported_row, TRANSFORMERS + name)
+    for name in parity_peers.PEERS if peer is not None else ():
+        rows[name] = functools.partial(peer_row, name, peer)
+    return rows
+
+
+def computed(name: str, make: Callable[[], Row]) -> Row:
+    try:
+        return make()
+    except Exception as e:  # a row that cannot be computed is named, and the others are still compared
+        return Row(name, ROWS.get(name, {}), misses=(f"{type(e).__name__}: {e}",))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -421,45 +461,56 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tools.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows, or patterns such as 'mesh_*'")
+    parser.add_argument(
+        "--peer", metavar="NANOGPT", help="a checkout of nanoGPT: its curve from its own initial values"
+    )
     parser.add_argument("--json", action="store_true", help="print one object in place of the table")
     args = parser.parse_args(argv)
     try:
-        names = select(args.only, ROWS)
+        if args.peer is not None:
+            peers.check_checkout(args.peer)
+        rows = rows_of(args.peer)
+        names = select(args.only or ["*"], rows)
     except ValueError as e:
         fail(str(e))
+    if args.only is None and not parity_peers.installed():
+        names = [name for name in names if not name.startswith(TRANSFORMERS)]
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", max(map(devices_of, map(departure, ROWS))))
+        jax.config.update("jax_num_cpu_devices", max(devices_of(departure(name)) for name in ROWS))
 
-    began, rows = time.perf_counter(), []
+    began, done = time.perf_counter(), []
     width = max(map(len, names))
     show = (lambda text: None) if args.json else functools.partial(print, flush=True)
     show(f"{'':{width}}  {'shape':>9}  " + "  ".join(f"{c:>15}" for c in COLUMNS))
     for name in names:
-        rows.append(r := row(name))
-        show(line(r, width))
-        for miss in r.misses:
-            show(f"  {name}: {miss}")
+        done.append(r := computed(name, rows[name]))
+        show("\n".join([line(r, width), *(f"  {name}: {miss}" for miss in r.misses)]))
     seconds = time.perf_counter() - began
-    wrong = [r.name for r in rows if r.misses]
+    misses = [r.name for r in done if r.misses]
+    compared = sum(r.skipped is None for r in done)
+    show(f"{compared} of {len(done)} rows compared in {seconds:.0f} s; " + "missed: " + (", ".join(misses) or "none"))
     if args.json:
-        print(json.dumps(as_json(rows, seconds)))
-    show(
-        f"{len(rows)} rows in {seconds:.0f} s, {sum(r.skipped is not None for r in rows)} not here; "
-        + (f"MISS: {', '.join(wrong)}" if wrong else "all equal")
-    )
-    return 1 if wrong else 0
+        print(json.dumps(as_json(done, seconds), default=dataclasses.asdict, allow_nan=False))
+    return 1 if misses else 0
 
 
 def as_json(rows: list[Row], seconds: float) -> dict[str, Any]:
+    def one(r: Row) -> dict[str, Any]:
+        # JSON has no infinity: null, where shapes differ or a value is no number.
+        parts = {c: p._asdict() | {"difference": finite(p.difference)} for c, p in (r.parts or {}).items()}
+        return r._asdict() | {"parts": parts, "verdict": verdict(r)}
+
     about = {
         "platform": jax.devices()[0].platform,
         "jax": jax.__version__,
         "steps": STEPS,
         "seconds": round(seconds, 1),
     }
-    return about | {
-        "rows": [r._asdict() | {"parts": {c: p._asdict() for c, p in (r.parts or {}).items()}} for r in rows]
-    }
+    return about | {"rows": list(map(one, rows))}
+
+
+def finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ optimizer; random ids, as the numbers do not change the time.
 """
 
 import dataclasses
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -50,6 +51,18 @@ def gpt_config(cfg: Config, vocab_size: int) -> dict[str, Any]:
     )
 
 
+def check_checkout(where: str) -> None:
+    """Raises ValueError where no nanoGPT can be run from there."""
+    if not (Path(where).expanduser() / "model.py").is_file():
+        raise ValueError(f"--peer {where}: no checkout of nanoGPT: it has no model.py")
+    check_torch()
+
+
+def check_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("--peer needs PyTorch: pip install '.[parity]'")
+
+
 def nanogpt(where: str, cfg: Config, vocab_size: int) -> Peer:
     sys.path.insert(0, str(Path(where).expanduser()))
     from model import GPT, GPTConfig
@@ -82,12 +95,12 @@ def transformers(where: str, cfg: Config, vocab_size: int) -> Peer:
 
 def begin(request: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str, Any]]]:
     cfg, where, vocab_size = config_lib.freeze(request["config"]), request["peer"], request["vocab_size"]
-    if where != TRANSFORMERS and not (Path(where).expanduser() / "model.py").is_file():
-        raise ValueError(f"--peer {where}: no checkout of nanoGPT: it has no model.py")
-    try:
-        import torch
-    except ImportError:
-        raise ValueError("--peer needs PyTorch: pip install '.[parity]'") from None
+    if where == TRANSFORMERS:
+        check_torch()
+    else:
+        check_checkout(where)
+    import torch
+
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     model, loss_of, optimizer = (transformers if where == TRANSFORMERS else nanogpt)(where, cfg, vocab_size)

@@ -1,0 +1,207 @@
+"""Other projects' models for tools.parity: the logits of transformers' models, and nanoGPT's training from its own initial values.
+
+Both need the extra `parity`: pip install '.[parity]'.
+"""
+
+import functools
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from minitf import config as config_lib
+from minitf import params as P
+from minitf import run, sharding
+from minitf import step as step_lib
+from minitf.config import Config
+from minitf.huggingface.convert import import_model
+from minitf.huggingface.folder import Stored, read_tensor, tensors_of
+from minitf.model.transformer import model as logits_of
+from minitf.model.transformer import model_params
+from minitf.optimizer import make_optimizer, make_schedule
+from minitf.state import TrainState
+from tools import peers
+
+
+def installed() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+
+
+# ---- transformers: small models of every family, and every setting that is read away from its default
+
+LLAMA = dict(
+    vocab_size=64, hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+    max_position_embeddings=64, head_dim=10, rms_norm_eps=1e-5, rope_parameters=dict(rope_type="default", rope_theta=100.0),
+)  # fmt: skip
+STRETCHED = dict(
+    rope_type="llama3", rope_theta=100.0, factor=4.0, low_freq_factor=1.5, high_freq_factor=3.0,
+    original_max_position_embeddings=12,
+)  # fmt: skip
+GEMMA2 = LLAMA | dict(
+    query_pre_attn_scalar=17, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, sliding_window=5
+)
+GPT2 = dict(vocab_size=64, n_embd=48, n_inner=40, n_layer=3, n_head=6, n_positions=64)
+SLIDING, FULL = "sliding_attention", "full_attention"
+THEIRS = {  # name -> (model_type, settings), written as transformers' own classes take them
+    "llama": ("llama", LLAMA),
+    "llama_tied_derived_head_size": ("llama", {**LLAMA, "head_dim": None, "tie_word_embeddings": True}),
+    "llama_biases_stretched": ("llama", LLAMA | dict(attention_bias=True, mlp_bias=True, rope_parameters=STRETCHED)),
+    "llama_gelu": ("llama", LLAMA | dict(hidden_act="gelu_pytorch_tanh")),
+    "mistral": ("mistral", LLAMA | dict(hidden_size=44, sliding_window=5)),
+    "mistral_without_window": ("mistral", LLAMA | dict(hidden_size=44, sliding_window=None)),
+    "qwen2": ("qwen2", LLAMA | dict(head_dim=8)),
+    "qwen2_windows": ("qwen2", LLAMA | dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)),
+    "qwen3": ("qwen3", LLAMA | dict(hidden_size=44)),
+    "qwen3_windows": (
+        "qwen3",
+        LLAMA
+        | dict(attention_bias=True, use_sliding_window=True, sliding_window=5, layer_types=[SLIDING, FULL, SLIDING]),
+    ),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2_layers": ("gemma2", GEMMA2 | dict(layer_types=[FULL, SLIDING, SLIDING], attn_logit_softcapping=None)),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2_untied_unscaled": (
+        "gpt2",
+        GPT2 | dict(tie_word_embeddings=False, scale_attn_weights=False, activation_function="gelu", n_inner=None),
+    ),
+}
+
+TOLERANCE = 1e-4  # of logits: two frameworks' rounding
+SCALE = 0.2  # of random parameters: small enough that rounding stays well below the tolerance
+IDS = np.random.default_rng(0).integers(0, 64, (2, 40))  # beyond every window and every length before a stretch
+
+
+def transformers() -> Any:
+    """The package, silent and without a network."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import transformers as found
+
+    found.logging.set_verbosity_error()
+    found.logging.disable_progress_bar()
+    return found
+
+
+def random_model(name: str, **more: Any) -> Any:
+    """One of THEIRS, with more settings, every parameter random, norms and biases too."""
+    import torch
+
+    kind, settings = THEIRS[name]
+    config = transformers().AutoConfig.for_model(kind, **settings | more)
+    theirs = transformers().AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for path, p in theirs.named_parameters():
+            middle = 1.0 if "norm" in path or ".ln_" in path else 0.0
+            p.copy_(middle + SCALE * torch.randn(p.shape, generator=generator))
+    theirs.tie_weights()
+    return theirs
+
+
+def their_logits(theirs: Any, ids: np.ndarray = IDS) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return theirs(torch.tensor(ids)).logits.numpy()
+
+
+def our_logits(workdir: str | os.PathLike, ids: np.ndarray = IDS) -> np.ndarray:
+    model = run.load_model(workdir)
+    cfg, params = model.cfg, model.params
+    with sharding.surroundings(sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1]), cfg.model.dtype):
+        return np.asarray(jax.jit(lambda p, x: logits_of(p, x, cfg.model))(params, jnp.asarray(ids)))
+
+
+def imported(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(our logits, transformers') of one of THEIRS, imported from the folder that transformers writes."""
+    theirs = random_model(name)
+    with tempfile.TemporaryDirectory(prefix="minitf-parity-") as folder:
+        theirs.save_pretrained(Path(folder) / "hf")
+        import_model(Path(folder) / "hf", Path(folder) / "run")
+        return our_logits(Path(folder) / "run"), their_logits(theirs)
+
+
+# ---- nanoGPT
+
+PEER_STEPS = 100
+PEERS = {"nanogpt": False, "nanogpt_bias": True}  # row -> whether its norms and products have biases
+RECIPE = Path(__file__).resolve().parent.parent / "configs" / "char_cpu.py"  # nanoGPT's own for a CPU
+# GPT-2's layout has these [inputs, outputs]; nanoGPT's are torch.nn.Linear's.
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+def peer_config(bias: bool) -> Config:
+    """nanoGPT's CPU recipe at a constant learning rate, for PEER_STEPS, with its biases or without."""
+    tree = config_lib.load_file(str(RECIPE))
+    with tree.unlocked():
+        tree.update(steps=PEER_STEPS)
+        tree.model.update(vocab_size=65, max_seq_len=tree.seq_len)
+        tree.optimizer.update(schedule="constant", end_learning_rate=0.0, warmup_steps=0)
+        tree.mesh.update(data=1)
+        if bias:
+            tree.model.norm, tree.model.attention.bias, tree.model.mlp.bias = "layer_norm", "qkvo", True
+    return config_lib.freeze(tree)
+
+
+def learnable(cfg: Config, steps: int, seed: int = 0) -> np.ndarray:
+    """Ids [steps, B, S + 1] of texts in which each id is followed by one of four."""
+    rng = np.random.default_rng(seed)
+    followers = rng.integers(0, cfg.model.vocab_size, (cfg.model.vocab_size, 4))
+    ids = [rng.integers(0, cfg.model.vocab_size, (steps, cfg.batch_size))]
+    for _ in range(cfg.seq_len):
+        ids.append(followers[ids[-1], rng.integers(0, 4, ids[-1].shape)])
+    return np.stack(ids, axis=-1).astype(np.int32)
+
+
+def as_ours(tensors: dict[str, np.ndarray], cfg: Config) -> Any:
+    """A tree of our parameters of nanoGPT's tensors, weights or gradients, by name."""
+    stacks = P.tree_map(lambda p: np.empty(p.full_shape, np.float32), model_params(cfg.model))
+    by_name = dict(P.named(stacks))
+    for tensor in tensors_of("gpt2", cfg.model):
+        values = tensors[tensor.name].T if tensor.name.endswith(TRANSPOSED) else tensors[tensor.name]
+        read_tensor(tensor, Stored(values, values.shape, "F32"), by_name)
+    return stacks
+
+
+def nanogpt(where: str, cfg: Config, batches: np.ndarray) -> tuple[Any, tuple[np.ndarray, Any, np.ndarray]]:
+    """(nanoGPT's initial parameters as ours, (logits and gradient of the first step, losses of each)), by its own optimizer."""
+    import torch
+
+    torch.manual_seed(0)
+    peer = peers.nanogpt(where, cfg, cfg.model.vocab_size)
+    named = dict(peer.model.named_parameters())
+    params = as_ours({name: p.detach().numpy().copy() for name, p in named.items()}, cfg)
+    losses = []
+    for rows in batches.astype(np.int64):
+        logits, loss = peer.model(torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy()))
+        loss.backward()
+        if not losses:
+            first = logits.detach().numpy(), as_ours({name: p.grad.numpy() for name, p in named.items()}, cfg)
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(peer.model.parameters(), cfg.optimizer.clip_norm)
+        peer.optimizer.step()
+        peer.optimizer.zero_grad(set_to_none=True)
+    return params, (*first, np.array(losses))
+
+
+def trained(params: Any, cfg: Config, batches: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
+    """(logits and gradient of the first step, losses of each), by the real train step."""
+    specs, schedule = model_params(cfg.model), make_schedule(cfg.optimizer, cfg.steps)
+    tx = make_optimizer(cfg.optimizer, specs, schedule)
+    weights = np.ones(batches.shape[1:2] + (cfg.seq_len,), np.float32)
+    rows = [{"inputs": b[:, :-1], "targets": b[:, 1:], "weights": weights} for b in batches]
+    params = jax.tree.map(jnp.asarray, params)
+    with sharding.surroundings(sharding.make_mesh(cfg.mesh, jax.devices()[:1]), cfg.model.dtype):
+        logits = jax.jit(lambda p, x: logits_of(p, x, cfg.model))(params, rows[0]["inputs"])
+        _, grads = jax.jit(functools.partial(step_lib.gradients, cfg=cfg))(params, rows[0], jnp.int32(0))
+        step = jax.jit(functools.partial(step_lib.train_step, cfg=cfg, tx=tx, schedule=schedule))
+        state, losses = TrainState(jnp.int32(0), jnp.int32(0), params, tx.init(params)), []
+        for batch in rows:
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["train/loss"]))
+    return np.asarray(logits), jax.tree.map(np.asarray, grads), np.array(losses)
