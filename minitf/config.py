@@ -403,7 +403,8 @@ def validate(cfg: Config) -> None:
         f"model.attention.{n}": getattr(a, n)
         for n in ("num_heads", "num_kv_heads", "head_dim", "window", "rope_original_len")
     }
-    whole |= {"model.mlp.hidden": m.mlp.hidden, "loss.chunk": cfg.loss.chunk, "mesh.fsdp_inner": cfg.mesh.fsdp_inner}
+    whole |= {"loss.chunk": cfg.loss.chunk, "loss.passes": cfg.loss.passes}
+    whole |= {"model.mlp.hidden": m.mlp.hidden, "mesh.fsdp_inner": cfg.mesh.fsdp_inner}
     whole |= {f"checkpoint.{n}": getattr(cfg.checkpoint, n) for n in ("every", "keep", "keep_every", "keep_best")}
     for name, value in whole.items():  # many of them meet integers of 32 bits
         require(name, value, value is None or 1 <= value < 2**31, "at least 1 and below 2147483648 (2^31)")
@@ -419,6 +420,8 @@ def validate(cfg: Config) -> None:
         require(name, value, value is None or 0 <= value < 2**32, "from 0 to 4294967295 (2^32 - 1)")
     if cfg.batch_size % cfg.accumulation:
         raise ValueError(f"batch_size={cfg.batch_size}: not divisible by accumulation={cfg.accumulation}")
+    if m.dim % cfg.loss.passes:
+        raise ValueError(f"model.dim={m.dim}: not divisible by loss.passes={cfg.loss.passes}")
 
     for platform in dataclasses.asdict(cfg.compiler_options):
         cfg.compiler_options.of(platform)

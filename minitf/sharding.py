@@ -7,6 +7,7 @@ lie, and it inserts what must be sent. Inside `manual`, where code sees the arra
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -323,25 +324,89 @@ def by_shard(f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     return pinned(jax.vmap(f)(*split))
 
 
+def held(dtype: Any) -> str:
+    """What weights in the compute dtype are held in where they are used. A gradient has its array's dtype, and float16 does not hold
+    sums over tokens: its numbers are held in float32. XLA removes the casts."""
+    name = jnp.dtype(dtype).name
+    return "float32" if name == "float16" else name
+
+
+def travels(dtype: Any) -> str:
+    """What sums over tokens, formed in float32 on each device, are added up in between devices: in as many bits as the compute
+    dtype has."""
+    mesh = jax.sharding.get_abstract_mesh()
+    alone = mesh.empty or mesh.size == 1
+    return held(dtype) if alone or jnp.dtype(dtype).name != "float16" else "bfloat16"
+
+
+def row_sum(f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """f, a sum over the rows of arrays [B, ...] in float32, of all rows, of which each device's part has been cast to what
+    travels: in `held` of the first array's dtype."""
+    dtype = arrays[0].dtype
+    parts = by_shard(lambda *rows: f(*rows).astype(travels(dtype)), *arrays)
+    return added(parts).astype(held(dtype))
+
+
+def added(parts: jax.Array) -> jax.Array:
+    """The sum of what `by_shard` gives, in its dtype; `jnp.sum` would send float32."""
+    return parts[0] if len(parts) == 1 else jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
+
+
 def pin_cache(x_LBTGK: jax.Array) -> jax.Array:
     """Keeps cached keys or values sharded by rows and heads."""
     return constrain(x_LBTGK, P(None, BATCH, None, RULES["kv_heads"], None))
 
 
+def sent(w: jax.Array, send: Callable[[jax.Array], jax.Array], dtype: str) -> jax.Array:
+    """send(w) in the compute dtype, as it is `held`, where `send` moves numbers between devices; the gradient comes back in what
+    `travels`."""
+
+    @jax.custom_vjp
+    def there(w: jax.Array) -> jax.Array:
+        return send(w.astype(dtype)).astype(held(dtype))  # Cast first: half the bytes travel.
+
+    def back(_: None, g: jax.Array) -> tuple[jax.Array]:
+        transposed = jax.linear_transpose(send, jax.ShapeDtypeStruct(shape, travels(dtype)))
+        return (transposed(g.astype(travels(dtype)))[0].astype(master),)
+
+    shape, master = w.shape, w.dtype
+    there.defvjp(lambda w: (there(w), None), back)
+    return there(w)
+
+
 def gather(layer_params: Any, specs: Any, dtype: str) -> Any:
-    """One layer's weights ready for products: matrices and tables in the compute dtype and whole along fsdp; scales and
-    biases stay float32. First line of the scan body, so that only one layer is whole at a time."""
+    """One layer's weights ready for products: matrices and tables in the compute dtype, as it is `held`, and whole along fsdp;
+    scales and biases stay float32. First line of the scan body, so that only one layer is whole at a time."""
     mesh = jax.sharding.get_abstract_mesh()
 
     def one(p: Param, w: jax.Array) -> jax.Array:
         if p.kind in ("scale", "bias"):
             return w
-        w = w.astype(dtype)  # Cast first: half the bytes travel.
         if is_manual(mesh):
-            return gathered(w, p.axes.index("embed"), axes_of("fsdp", mesh))
-        return constrain(w, partition(dataclasses.replace(p, stack=()), gathered=True))
+            return sent(w, lambda w: gathered(w, p.axes.index("embed"), axes_of("fsdp", mesh)), dtype)
+        spec = partition(dataclasses.replace(p, stack=()), gathered=True)
+        return sent(w, lambda w: constrain(w, spec), dtype)
 
     return P_.tree_map(one, specs, layer_params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rows_of(table: jax.Array, ids: jax.Array, dtype: str) -> jax.Array:
+    """table[ids] in the compute dtype. The gradient of a row sums over all tokens that name it, in float32."""
+    return table.astype(dtype)[ids]
+
+
+def rows_of_fwd(table, ids, dtype):
+    return rows_of(table, ids, dtype), (table, ids)
+
+
+def rows_of_bwd(dtype, kept, g):
+    table, ids = kept
+    into = lambda g, ids: jnp.zeros(table.shape, jnp.float32).at[ids].add(g.astype(jnp.float32))
+    return row_sum(into, g, ids).astype(table.dtype), None
+
+
+rows_of.defvjp(rows_of_fwd, rows_of_bwd)
 
 
 def lookup(table: jax.Array, spec: Param, ids: jax.Array, dtype: str) -> jax.Array:
@@ -350,7 +415,7 @@ def lookup(table: jax.Array, spec: Param, ids: jax.Array, dtype: str) -> jax.Arr
     # A row and its gradient travel once for each token, or once for each row of the table.
     if is_manual(mesh) and ids.size < table.shape[0]:
         return exchanged(table, ids, dtype, axes_of("fsdp", mesh))
-    return gather(table, spec, dtype)[ids]
+    return rows_of(gather(table, spec, dtype), ids, dtype)
 
 
 # ---- collectives by hand
@@ -377,7 +442,7 @@ def manual(f: Gradients, specs: Any, dtype: str) -> Gradients:
         def summed(p: Param, g: jax.Array) -> jax.Array:
             if "fsdp" not in partition(p):
                 return jax.lax.psum(g, data + fsdp)
-            return g if sizes["data"] == 1 else jax.lax.psum(g.astype(dtype), data).astype(g.dtype)
+            return g if sizes["data"] == 1 else jax.lax.psum(g.astype(travels(dtype)), data).astype(g.dtype)
 
         def on_one(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
             sums, grads = f(params, batch, *rest)
@@ -425,10 +490,8 @@ def exchanged(table: jax.Array, ids: jax.Array, dtype: str, axes: tuple[str, ...
     Along the others columns are gathered: with fewer in a row and more rows, lookups would take longer than sending the columns.
     """
     outer, *others = axes
-    table = gathered(table.astype(dtype), 1, tuple(others))
-    all_ids = jax.lax.all_gather(ids, outer, tiled=True)
-    # The gradient of a common row sums over the tokens of many devices, in float32.
-    columns = table.astype(jnp.float32)[all_ids].astype(dtype)
+    table = sent(table, lambda t: gathered(t, 1, tuple(others)), dtype)
+    columns = rows_of(table, jax.lax.all_gather(ids, outer, tiled=True), dtype)
     return jax.lax.all_to_all(columns, outer, split_axis=0, concat_axis=2, tiled=True)
 
 

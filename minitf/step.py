@@ -38,8 +38,7 @@ def row_sums(
     """(what is to be minimised, summed over the batch; weighted sums of losses over each row, [B], without a gradient)"""
     positions, segments = batch.get("positions"), batch.get("segments")
     found = hidden(params, batch["inputs"], cfg.model, positions=positions, segments=segments, dropout_keys=keys)
-    z = cfg.loss.z_loss or 0.0
-    return loss_sums(params, found.x_BSD, batch["targets"], batch["weights"], cfg.model, cfg.loss.chunk, z)
+    return loss_sums(params, found.x_BSD, batch["targets"], batch["weights"], cfg.model, cfg.loss)
 
 
 def accumulated(f: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
@@ -54,29 +53,28 @@ def accumulated(f: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
 
 
 def gradients(params: Any, batch: Batch, step: jax.Array, cfg: Config) -> tuple[dict[str, jax.Array], Any]:
-    """(mean losses, gradient) of the batch: sums over its tokens divided by the sum of its weights, which is known before any
-    microbatch is computed, so that neither accumulation nor padding nor the mesh changes them."""
-    weight = jnp.sum(batch["weights"])
+    """(mean losses, gradient) of the batch: sums over its tokens divided by the sum of its weights, so that neither accumulation
+    nor padding nor the mesh changes them. Divided at the end: divided by the number of tokens, what goes back through the layers
+    would vanish in 16 bits."""
 
-    def loss_fn(
-        params: Any, micro: Batch, step: jax.Array, weight: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_fn(params: Any, micro: Batch, step: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         total, sums = row_sums(params, micro, cfg, dropout_keys(cfg, step, micro["rows"]))
-        losses = {name: mean(jnp.sum(rows), weight) for name, rows in sums.items()}
+        losses = {name: jnp.sum(rows) for name, rows in sums.items()}
         if cfg.loss.z_loss is None:
             del losses["z_loss"]
-        return mean(total, weight), losses
+        return total, losses
 
-    def total(params: Any, batch: Batch, *rest: jax.Array) -> tuple[dict[str, jax.Array], Any]:
+    def total(params: Any, batch: Batch, step: jax.Array) -> tuple[dict[str, jax.Array], Any]:
         def part(micro: Batch) -> tuple[dict[str, jax.Array], Any]:
-            (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, micro, *rest)
+            (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, micro, step)
             return losses, grads
 
         return accumulated(part, batch, cfg.accumulation)
 
     rows = jnp.arange(batch["inputs"].shape[0])
     over_all = COLLECTIVES[cfg.mesh.collectives].apply(total, model_params(cfg.model), cfg.model.dtype)
-    return over_all(params, {**batch, "rows": rows}, step, weight)
+    weight = jnp.sum(batch["weights"])
+    return jax.tree.map(lambda s: mean(s, weight), over_all(params, {**batch, "rows": rows}, step))
 
 
 def group_norms(kind: str, tree: Any) -> dict[str, jax.Array]:

@@ -417,7 +417,7 @@ def test_nearest_name_is_offered_only_where_one_is_near():
 
 # ---- validate
 
-AT_LEAST_1 = """batch_size seq_len accumulation log_every eval_every eval_batches loss.chunk data.threads data.prefetch
+AT_LEAST_1 = """batch_size seq_len accumulation log_every eval_every eval_batches loss.chunk loss.passes data.threads data.prefetch
     model.num_layers model.dim model.vocab_size model.max_seq_len model.unroll model.mlp.hidden
     model.attention.num_heads model.attention.num_kv_heads model.attention.head_dim model.attention.window
     model.attention.rope_original_len mesh.fsdp_inner""".split()

@@ -10,7 +10,7 @@ from common import TINY, assert_close, change, fit, initial_params, make_mesh, r
 from minitf import hlo, sharding
 from minitf import step as step_lib
 from minitf.model import reference
-from minitf.model.loss import Parts, loss_sums, mean, token_sums
+from minitf.model.loss import LossConfig, Parts, loss_sums, mean, token_sums
 from minitf.model.transformer import model_params
 
 SGD = change(TINY, optimizer__kind="sgd", optimizer__learning_rate=0.1, model__attention__num_kv_heads=4)
@@ -109,16 +109,16 @@ def test_P10_masked_targets_may_be_anything():
     assert_close({**losses_w, **grads_w}, {**losses, **grads}, 0.0)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 8, 16, None])
+@pytest.mark.parametrize(("chunk", "passes"), [(1, 1), (5, 1), (5, 2), (8, 1), (16, 1), (None, 1), (None, 4)])
 @pytest.mark.parametrize("changes", [{}, dict(logit_softcap=2.0), dict(tie_embeddings=True)])
-def test_chunked_loss_equals_the_whole_in_value_and_gradient(chunk, changes):
+def test_chunked_loss_equals_the_whole_in_value_and_gradient(chunk, passes, changes):
     cfg, rng = change(SGD.model, **changes), np.random.default_rng(0)
     batch, head = random_batch(SGD, weights=rng.random((8, 16))), random_params(cfg)
     head = {name: head[name] for name in ("embedding", "head") if name in head}
     x = jnp.asarray(rng.standard_normal((8, 16, cfg.dim)), jnp.float32)
 
     def total(head, x):
-        found, sums = loss_sums(head, x, batch["targets"], batch["weights"], cfg, chunk, 0.1)
+        found, sums = loss_sums(head, x, batch["targets"], batch["weights"], cfg, LossConfig(0.1, chunk, passes))
         return found, {name: jnp.sum(rows) for name, rows in sums.items()}
 
     def plain(head, x):

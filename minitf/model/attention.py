@@ -187,7 +187,9 @@ def blocked_mix(q, k, v, mask: Mask, cfg: AttentionConfig, keys_B, rate):
     never formed."""
     B, S, H, K = q.shape
     G = k.shape[2]
-    q, k, v = scaled(q, cfg).reshape(B, S, G, H // G, K).transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    q = scaled(q, cfg).reshape(B, S, G, H // G, K).transpose(0, 2, 3, 1, 4)
+    # Cast back block by block, so that the gradients of the blocks are added up in float32.
+    k, v = (x.swapaxes(1, 2).astype(jnp.float32) for x in (k, v))
     size = max(128, -(-S // 8))  # the blocks are unrolled, so there are no more than eight
     parts = []
     for first in range(0, S, size):
@@ -195,10 +197,11 @@ def blocked_mix(q, k, v, mask: Mask, cfg: AttentionConfig, keys_B, rate):
         begin = 0 if mask.window is None else max(0, first + 1 - mask.window)
         rows, keys = slice(first, last), slice(begin, last)
         n, T = last - first, last - begin
-        s = query_key(q[:, :, :, rows].reshape(B, G, -1, K), k[:, :, keys]).reshape(B, G, -1, n, T)
+        k_block, v_block = (x[:, :, keys].astype(q.dtype) for x in (k, v))
+        s = query_key(q[:, :, :, rows].reshape(B, G, -1, K), k_block).reshape(B, G, -1, n, T)
         seen = mask._replace(first_query=first, first_key=begin).allowed(n, T)[:, :, None]
         probs = jax.nn.softmax(jnp.where(seen, softcap(s, cfg.softcap), -jnp.inf), axis=-1)
-        y = jnp.einsum("bgst,bgtk->bgsk", probs.astype(v.dtype).reshape(B, G, -1, T), v[:, :, keys])
+        y = jnp.einsum("bgst,bgtk->bgsk", probs.astype(q.dtype).reshape(B, G, -1, T), v_block)
         parts.append(y.reshape(B, H, n, K))
     return jnp.concatenate(parts, axis=2).swapaxes(1, 2)
 

@@ -12,16 +12,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from minitf.model.ops import matmul
-from minitf.model.transformer import ModelConfig, head_logits, head_weight
-from minitf.sharding import by_shard
+from minitf.model.ops import matmul, outer
+from minitf.model.transformer import ModelConfig, head_logits, head_name, head_weight
+from minitf.sharding import added, by_shard, travels
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     z_loss: float | None = None  # weight of the mean squared log-partition (PaLM, arXiv:2204.02311); None: not formed
-    # Positions whose logits exist at once; None: all. In 16-bit types a head's gradient is rounded after each: few are better.
+    # Positions whose logits exist at once; None: all. The head's gradient, in float32, is read and written for each chunk.
     chunk: int | None = 256
+    # In as many parts, of rows of the head, is its gradient formed: one of them is in float32 at a time, where whole it would be the
+    # largest array of a model with many ids, and each forms the logits anew.
+    passes: int = 1
 
 
 class Parts(NamedTuple):
@@ -61,9 +64,11 @@ def token_sums(w: jax.Array, parts: Parts, cfg: ModelConfig) -> Sums:
     return sums_of(scores(w, parts, cfg), parts.weights)
 
 
-def with_gradient(w: jax.Array, parts: Parts, z: float, cfg: ModelConfig) -> tuple[Sums, jax.Array, jax.Array]:
-    """(sums, gradient by x [B, C, D], gradient by w as each shard of the batch has it, [shards, *w.shape]), of the sum of
-    loss + z * z_loss over all rows."""
+def with_gradient(
+    w: jax.Array, parts: Parts, z: float, cfg: ModelConfig, columns: slice
+) -> tuple[Sums, jax.Array, jax.Array]:
+    """(sums, gradient by x [B, C, D], gradient by these columns of x in w as each shard of the batch has it, float32
+    [shards, D, V], where tied [shards, V, D]), of the sum of loss + z * z_loss over all rows."""
     s = scores(w, parts, cfg)
     # d loss / d logits = softmax - one-hot; d log_partition^2 / d logits = 2 log_partition softmax.
     softmax = jnp.exp(s.logits - s.log_partition[..., None])
@@ -72,16 +77,8 @@ def with_gradient(w: jax.Array, parts: Parts, z: float, cfg: ModelConfig) -> tup
     if cfg.logit_softcap is not None:
         d *= 1 - (s.logits / cfg.logit_softcap) ** 2
     d = d.astype(parts.x.dtype)
-    dx = matmul(d, w, transposed=not cfg.tie_embeddings)
-
-    def by_w(x: jax.Array, d: jax.Array) -> jax.Array:
-        a, b = (d, x) if cfg.tie_embeddings else (x, d)
-        rows = lambda t: t.reshape(-1, t.shape[-1])
-        dw = jax.lax.dot_general(rows(a), rows(b), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        # The sum over chunks too: whole, and in float32, it would be a model's largest buffer.
-        return dw.astype(w.dtype)
-
-    return sums_of(s, parts.weights), dx, by_shard(by_w, parts.x, d)
+    dx, x = matmul(d, w, transposed=not cfg.tie_embeddings), parts.x[..., columns]
+    return sums_of(s, parts.weights), dx, by_shard(outer, *((d, x) if cfg.tie_embeddings else (x, d)))
 
 
 def in_chunks(f: Callable, carry: Any, parts: Parts, chunk: int | None) -> tuple[Any, Any]:
@@ -102,8 +99,8 @@ def in_chunks(f: Callable, carry: Any, parts: Parts, chunk: int | None) -> tuple
     return carry, ys
 
 
-def objective(sums: Sums, z: float) -> jax.Array:
-    return jnp.sum(sums["loss"]) + z * jnp.sum(sums["z_loss"])
+def objective(sums: Sums, loss: LossConfig) -> jax.Array:
+    return jnp.sum(sums["loss"]) + (loss.z_loss or 0.0) * jnp.sum(sums["z_loss"])
 
 
 def no_sums(B: int) -> Sums:
@@ -113,35 +110,46 @@ def no_sums(B: int) -> Sums:
 add = functools.partial(jax.tree.map, jnp.add)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def head_loss(w: jax.Array, parts: Parts, z: float, cfg: ModelConfig, chunk: int | None) -> tuple[jax.Array, Sums]:
-    """(sum over all rows of loss + z * z_loss, sums); only the first has a gradient, by w and x."""
-    zero = no_sums(len(parts.x))
-    sums, _ = in_chunks(lambda total, p: (add(total, token_sums(w, p, cfg)), None), zero, parts, chunk)
-    return objective(sums, z), sums
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def head_loss(head: jax.Array, parts: Parts, cfg: ModelConfig, loss: LossConfig) -> tuple[jax.Array, Sums]:
+    """(sum over all rows of what `objective` says, sums); only the first has a gradient, by the head's parameter and x."""
+    w, zero = head_weight(head, cfg), no_sums(len(parts.x))
+    sums, _ = in_chunks(lambda total, p: (add(total, token_sums(w, p, cfg)), None), zero, parts, loss.chunk)
+    return objective(sums, loss), sums
 
 
-def head_loss_fwd(w: jax.Array, parts: Parts, z: float, cfg: ModelConfig, chunk: int | None) -> tuple[Any, Any]:
-    def one(carry: Any, p: Parts) -> tuple[Any, jax.Array]:
-        sums, dx, dw = with_gradient(w, p, z, cfg)
-        return (sums, dw) if carry is None else add(carry, (sums, dw)), dx
+def head_loss_fwd(head: jax.Array, parts: Parts, cfg: ModelConfig, loss: LossConfig) -> tuple[Any, Any]:
+    w, by_parameter = jax.vjp(lambda head: head_weight(head, cfg), head)
+    width = cfg.dim // loss.passes
 
-    whole = chunk is None or chunk >= parts.x.shape[1]
-    zero = (
-        None
-        if whole
-        else jax.tree.map(
-            lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: with_gradient(w, parts, z, cfg))[::2]
-        )
-    )
-    (sums, dw), dx = in_chunks(one, zero, parts, chunk)
-    return (objective(sums, z), sums), (jnp.sum(dw, axis=0), dx)
+    def one_pass(parts: Parts, first: int) -> tuple[Sums, jax.Array, jax.Array]:
+        gradient = functools.partial(with_gradient, z=loss.z_loss or 0.0, cfg=cfg, columns=slice(first, first + width))
+
+        def one(carry: Any, p: Parts) -> tuple[Any, jax.Array]:
+            sums, dx, dw = gradient(w, p)
+            return (sums, dw) if carry is None else add(carry, (sums, dw)), dx if first == 0 else None
+
+        whole = loss.chunk is None or loss.chunk >= parts.x.shape[1]
+        zero = lambda a: jnp.zeros(a.shape, a.dtype)
+        carry = None if whole else jax.tree.map(zero, jax.eval_shape(gradient, w, parts)[::2])
+        (sums, dw), dx = in_chunks(one, carry, parts, loss.chunk)
+        return sums, dx, dw.astype(travels(parts.x.dtype))
+
+    sums, dx, *dw = one_pass(parts, 0)
+    for first in range(width, cfg.dim, width):
+        # One after the other, so that one at a time is in float32.
+        parts, dw = jax.lax.optimization_barrier((parts, dw))
+        dw += one_pass(parts, first)[2:]
+    dw = added(jnp.concatenate(dw, axis=2 if cfg.tie_embeddings else 1))
+    (d_head,) = by_parameter(dw.astype(w.dtype))
+    # In shards before the backward pass goes on: whole it is a model's largest array.
+    return (objective(sums, loss), sums), jax.lax.optimization_barrier((d_head, dx))
 
 
-def head_loss_bwd(z: float, cfg: ModelConfig, chunk: int | None, kept: Any, cotangents: Any) -> tuple[jax.Array, Parts]:
-    dw, dx = kept
+def head_loss_bwd(cfg: ModelConfig, loss: LossConfig, kept: Any, cotangents: Any) -> tuple[jax.Array, Parts]:
+    d_head, dx = kept
     scale = cotangents[0]
-    return scale.astype(dw.dtype) * dw, Parts(scale.astype(dx.dtype) * dx, None, None)
+    return scale * d_head, Parts(scale.astype(dx.dtype) * dx, None, None)
 
 
 head_loss.defvjp(head_loss_fwd, head_loss_bwd)
@@ -153,12 +161,10 @@ def loss_sums(
     targets_BS: jax.Array,
     weights_BS: jax.Array,
     cfg: ModelConfig,
-    chunk: int | None,
-    z: float = 0.0,
+    loss: LossConfig,
 ) -> tuple[jax.Array, Sums]:
-    """(sum over all rows of loss + z * z_loss, to be differentiated; sums over each row's positions, without a gradient), of at
-    most `chunk` positions of the sequence at a time."""
-    return head_loss(head_weight(params, cfg), Parts(x_BSD, targets_BS, weights_BS), z, cfg, chunk)
+    """(sum over all rows of loss and weighted z_loss, to be differentiated; sums over each row's positions, without a gradient)"""
+    return head_loss(params[head_name(cfg)], Parts(x_BSD, targets_BS, weights_BS), cfg, loss)
 
 
 def mean(total: jax.Array, weight: jax.Array) -> jax.Array:

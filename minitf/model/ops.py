@@ -1,32 +1,65 @@
 """Pure functions on arrays: no configuration, no parameter trees."""
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from minitf.sharding import row_sum
 
-def matmul(x: jax.Array, w: jax.Array, inputs: int = 1, *, transposed: bool = False, **kwargs) -> jax.Array:
+
+def matmul(x: jax.Array, w: jax.Array, inputs: int = 1, *, transposed: bool = False, dtype: Any = None) -> jax.Array:
     """Contracts the last `inputs` dimensions of x with the first `inputs` of w, or the last one of both where w is a matrix
-    given transposed; keywords as of `jax.lax.dot`.
+    given transposed; in dtype (None: x's).
 
     Every product of an activation with a weight goes through here, so that a faster form is one change. Written as a product
     of two matrices, whose gradients are products of two matrices again: XLA's CPU compiler has a slower way for others.
     """
-    if transposed:  # not w.T: for one row of x XLA's CPU compiler would write it out
-        y = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), w, (((1,), (1,)), ((), ())), **kwargs)
-        return y.reshape(*x.shape[:-1], -1)
-    rows, columns = x.shape[: x.ndim - inputs], w.shape[inputs:]
+    return product(x, w, inputs, transposed, x.dtype if dtype is None else dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def product(x: jax.Array, w: jax.Array, inputs: int, transposed: bool, dtype: Any) -> jax.Array:
+    """`matmul`. What differs from autodiff is that the gradient by w, a sum over tokens, is formed in float32 on each device."""
     contracted = math.prod(w.shape[:inputs])
-    y = jax.lax.dot(x.reshape(-1, contracted), w.reshape(contracted, -1), **kwargs)
+    rows, columns = x.shape[: x.ndim - inputs], w.shape[:1] if transposed else w.shape[inputs:]
+    # Not w.T where transposed: for one row of x XLA's CPU compiler would write it out.
+    w = w.astype(x.dtype) if transposed else w.astype(x.dtype).reshape(contracted, -1)
+    dims = (((1,), (1 if transposed else 0,)), ((), ()))
+    y = jax.lax.dot_general(x.reshape(-1, w.shape[dims[0][1][0]]), w, dims, preferred_element_type=dtype)
     return y.reshape(*rows, *columns)
 
 
+def product_fwd(x, w, inputs, transposed, dtype):
+    return product(x, w, inputs, transposed, dtype), (x, w)
+
+
+def product_bwd(inputs, transposed, dtype, kept, g):
+    x, w = kept
+    rows = x.shape[: x.ndim - inputs]
+    x_rows, g = x.reshape(*rows, -1), g.astype(x.dtype).reshape(*rows, -1)
+    dw = row_sum(outer, g, x_rows)
+    dx = matmul(g, w if transposed else w.reshape(-1, g.shape[-1]), transposed=not transposed)
+    return dx.reshape(x.shape), (dw if transposed else dw.T).reshape(w.shape).astype(w.dtype)
+
+
+product.defvjp(product_fwd, product_bwd)
+
+
+def outer(a: jax.Array, b: jax.Array) -> jax.Array:
+    """float32 [D, F]: the sum of a[..., D] b[..., F] over all but their last dimensions."""
+    a, b = (t.reshape(-1, t.shape[-1]) for t in (a, b))
+    return jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
 def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, inputs: int = 1) -> jax.Array:
-    """`matmul`, and the bias in x's dtype where there is one."""
-    y = matmul(x, w, inputs)
-    return y if bias is None else y + bias.astype(y.dtype)
+    """`matmul` in x's dtype with the bias, where there is one, added in float32."""
+    if bias is None:
+        return matmul(x, w, inputs)
+    return (matmul(x, w, inputs, dtype=jnp.float32) + bias).astype(x.dtype)
 
 
 def rms_norm(scale: jax.Array, x: jax.Array, eps: float = 1e-6) -> jax.Array:

@@ -335,21 +335,25 @@ def hidden(
     return Hidden(x, None if cache is None else Cache(tuple(stacks), cache.now + S, cache.first_B))
 
 
-def head_weight(params: Any, cfg: ModelConfig) -> jax.Array:
-    """The head [D, V] in cfg.dtype, whole along fsdp; where tied, the embedding [V, D]."""
-    name = "embedding" if cfg.tie_embeddings else "head"
-    return gather(params[name], model_params(cfg)[name], cfg.dtype)
+def head_name(cfg: ModelConfig) -> str:
+    """The parameter that is the head: [D, V], or, where tied, the embedding [V, D]."""
+    return "embedding" if cfg.tie_embeddings else "head"
+
+
+def head_weight(head: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """This parameter in cfg.dtype, whole along fsdp."""
+    return gather(head, model_params(cfg)[head_name(cfg)], cfg.dtype)
 
 
 def head_logits(w: jax.Array, x: jax.Array, cfg: ModelConfig) -> jax.Array:
     """float32 [..., V] of what `head_weight` returned: products of the compute dtype summed and capped in float32."""
-    y = matmul(x, w, transposed=cfg.tie_embeddings, preferred_element_type=jnp.float32)
+    y = matmul(x, w, transposed=cfg.tie_embeddings, dtype=jnp.float32)
     return softcap(y, cfg.logit_softcap)
 
 
 def logits(params: Any, x_BSD: jax.Array, cfg: ModelConfig) -> jax.Array:
     """float32 logits [B, S, V] of what `hidden` returned."""
-    return head_logits(head_weight(params, cfg), x_BSD, cfg)
+    return head_logits(head_weight(params[head_name(cfg)], cfg), x_BSD, cfg)
 
 
 def model(params: Any, tokens_BS: jax.Array, cfg: ModelConfig, **kwargs: Any) -> jax.Array:

@@ -1,0 +1,123 @@
+"""Sums over tokens are as exact at 65,536 tokens as at 1,024: each array's gradient is the float32 sum of what pieces of the
+batch give, in 16-bit types too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import TINY, change, make_mesh, random_params
+
+from minitf import params as P
+from minitf import sharding
+from minitf import step as step_lib
+from minitf.model.transformer import model_params
+
+LENGTH, PIECE, TOKENS = 256, 1024, 65_536
+# Every kind of array that is summed over tokens: tables, matrices, biases, scales of norms and of heads, with every term of a loss.
+EVERYTHING = change(
+    TINY,
+    seq_len=LENGTH,
+    loss__z_loss=1e-3,
+    loss__chunk=64,
+    model__dim=16,
+    model__num_layers=1,
+    model__max_seq_len=LENGTH,
+    model__positions="learned",
+    model__norm="layer_norm",
+    model__attention__num_heads=2,
+    model__attention__num_kv_heads=1,
+    model__attention__bias="qkvo",
+    model__attention__qk_norm=True,
+    model__mlp__kind="geglu",
+    model__mlp__hidden=32,
+    model__mlp__bias=True,
+)
+MODELS = {
+    "own head": EVERYTHING,
+    "tied": change(EVERYTHING, model__tie_embeddings=True, model__norm="rms_norm", model__mlp__kind="gelu"),
+}
+COMMON = {"text": 0.0, "one id": 0.9}  # share of places that hold one id, whatever else is there
+
+
+def batch_of(text: str, tokens: int) -> dict[str, np.ndarray]:
+    """Ids whose frequencies fall as 1 / rank, as words' do."""
+    rng, V = np.random.default_rng(0), EVERYTHING.model.vocab_size
+    frequencies = 1 / np.arange(1, V + 1)
+    ids = rng.choice(V, tokens + 1, p=frequencies / frequencies.sum()).astype(np.int32)
+    ids[rng.random(tokens + 1) < COMMON[text]] = 7
+    rows = lambda a: a.reshape(-1, LENGTH)
+    return {
+        "inputs": rows(ids[:-1]),
+        "targets": rows(ids[1:]),
+        "weights": np.ones((tokens // LENGTH, LENGTH), np.float32),
+    }
+
+
+@functools.cache
+def gradients(cfg, mesh):
+    return mesh, jax.jit(functools.partial(step_lib.gradients, step=jnp.int32(0), cfg=cfg))
+
+
+def gradient(cfg, batch, mesh=None) -> dict[str, np.ndarray]:
+    """Name -> the gradient of the mean over all tokens."""
+    mesh = mesh or make_mesh("1")
+    with sharding.surroundings(mesh, cfg.model.dtype):
+        params = jax.device_put(random_params(cfg.model), sharding.shardings(model_params(cfg.model), mesh))
+        batch = jax.device_put(batch, sharding.batch_sharding(mesh))
+        _, grads = gradients(cfg, mesh)[1](params, batch)
+    return {name: np.asarray(g, np.float64) for name, g in P.named(grads)}
+
+
+@functools.cache
+def of_pieces(model: str, dtype: str, text: str, tokens: int = TOKENS) -> dict[str, np.ndarray]:
+    """The same from pieces of the batch, added up here."""
+    cfg, batch, total = change(MODELS[model], model__dtype=dtype), batch_of(text, tokens), {}
+    for i in range(0, tokens // LENGTH, PIECE // LENGTH):
+        piece = {name: a[i : i + PIECE // LENGTH] for name, a in batch.items()}
+        total = {name: total.get(name, 0) + g * PIECE / tokens for name, g in gradient(cfg, piece).items()}
+    return total
+
+
+def distances(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    """Of each array, relative to its norm."""
+    return {name: float(np.linalg.norm(found[name] - e) / np.linalg.norm(e)) for name, e in expected.items()}
+
+
+def cases():
+    fast = {
+        ("own head", "bfloat16", "text", 1, "auto", "1"),
+        ("own head", "bfloat16", "one id", 16, "manual", "2x4x1"),
+        ("tied", "float16", "one id", 1, "auto", "1"),
+    }
+    on = [("auto", "1"), ("auto", "2x2x2"), ("auto", "1x8x1"), ("manual", "1x8x1"), ("manual", "2x4x1")]
+    for model in MODELS:
+        for dtype in ("bfloat16", "float16"):
+            for text in COMMON:
+                for accumulation in (1, 16):
+                    for collectives, mesh in on:
+                        case = model, dtype, text, accumulation, collectives, mesh
+                        yield pytest.param(*case, marks=() if case in fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("model", "dtype", "text", "accumulation", "collectives", "mesh"), list(cases()))
+def test_B09_B10_the_gradient_is_the_sum_of_that_of_pieces(model, dtype, text, accumulation, collectives, mesh):
+    cfg = change(MODELS[model], model__dtype=dtype, accumulation=accumulation, mesh__collectives=collectives)
+    expected = of_pieces(model, dtype, text)
+    found = distances(gradient(cfg, batch_of(text, TOKENS), make_mesh(mesh, cfg.mesh)), expected)
+    assert max(found.values()) < 1e-2, found
+    if text == "one id":  # so that float16 would not hold the sums
+        assert max(np.abs(e).max() for e in expected.values()) * TOKENS > np.finfo(np.float16).max
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_B09_more_tokens_are_no_farther_from_float32(dtype):
+    few, many = (
+        of_pieces("own head", dtype, "text", 4096),
+        gradient(change(EVERYTHING, model__dtype=dtype), batch_of("text", TOKENS)),
+    )
+    few = distances(few, of_pieces("own head", "float32", "text", 4096))
+    many = distances(many, of_pieces("own head", "float32", "text"))
+    rounding = 2.0**-9  # of a gradient in bfloat16
+    assert not {name: (many[name], d) for name, d in few.items() if many[name] > d + rounding}
