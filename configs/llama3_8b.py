@@ -37,7 +37,8 @@ def get_config():
     c.model.init = "gpt2"
     c.model.dtype = "bfloat16"
     c.model.remat = "full"
-    c.loss.chunk = 2048
+    c.loss.chunk = 1024
+    c.loss.passes = 2
     c.optimizer.learning_rate = 3e-4
     c.optimizer.end_learning_rate = 3e-5
     c.optimizer.warmup_steps = 2000

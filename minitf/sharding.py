@@ -429,7 +429,7 @@ def manual(f: Gradients, specs: Any, dtype: str) -> Gradients:
     gradient is sharded as params are. Further arguments are the same everywhere.
 
     What is sharded along fsdp was summed along it where it was used: `gather` gives its gradient in shards. All else is summed here,
-    once; over data in the compute dtype, which is what a product's gradient has.
+    once; over data in what `travels`.
     """
 
     def on_all(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:

@@ -187,16 +187,16 @@ def test_replicas_are_summed_once_in_a_step():
     assert len(sent["sums"]) == arrays + 2  # and two losses
 
 
-@pytest.mark.parametrize("inner", [None, 2])
-def test_weights_travel_in_the_compute_dtype_as_matrices(inner):
-    cfg = config("dropout", model__dtype="bfloat16", model__remat="full")
+@pytest.mark.parametrize(("inner", "dtype"), [(None, "bfloat16"), (2, "bfloat16"), (2, "float16")])
+def test_weights_travel_in_the_compute_dtype_as_matrices(inner, dtype):
+    cfg = config("dropout", model__dtype=dtype, model__remat="full")
     sent = collectives(*by_hand(cfg, "1x8x1", inner))
-    weights = [a for a in sent["gathers"] if a.dtype == jnp.bfloat16]
+    weights = [a for a in sent["gathers"] if a.dtype == dtype]
     steps = 1 if inner is None else 2
     # Seven matrices of a layer in the forward and in the backward pass, and the head; of the embedding, columns along the inner axis.
     assert len(weights) == steps * (2 * 7 + 1) + steps - 1
     assert len(sent["scatters"]) == steps * (7 + 1) + steps - 1
-    assert {a.dtype for a in sent["scatters"]} == {jnp.dtype(jnp.bfloat16)}
+    assert {a.dtype for a in sent["scatters"]} == {jnp.dtype(jnp.bfloat16)}  # float16 does not hold sums over tokens
     assert {a.ndim for a in weights} == {2}
 
 

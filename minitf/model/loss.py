@@ -122,7 +122,7 @@ def head_loss_fwd(head: jax.Array, parts: Parts, cfg: ModelConfig, loss: LossCon
     w, by_parameter = jax.vjp(lambda head: head_weight(head, cfg), head)
     width = cfg.dim // loss.passes
 
-    def one_pass(parts: Parts, first: int) -> tuple[Sums, jax.Array, jax.Array]:
+    def one_pass(parts: Parts, first: int, nothing: jax.Array) -> tuple[Sums, jax.Array, jax.Array]:
         gradient = functools.partial(with_gradient, z=loss.z_loss or 0.0, cfg=cfg, columns=slice(first, first + width))
 
         def one(carry: Any, p: Parts) -> tuple[Any, jax.Array]:
@@ -130,16 +130,17 @@ def head_loss_fwd(head: jax.Array, parts: Parts, cfg: ModelConfig, loss: LossCon
             return (sums, dw) if carry is None else add(carry, (sums, dw)), dx if first == 0 else None
 
         whole = loss.chunk is None or loss.chunk >= parts.x.shape[1]
-        zero = lambda a: jnp.zeros(a.shape, a.dtype)
+        zero = lambda a: jnp.full(a.shape, nothing, a.dtype)
         carry = None if whole else jax.tree.map(zero, jax.eval_shape(gradient, w, parts)[::2])
         (sums, dw), dx = in_chunks(one, carry, parts, loss.chunk)
         return sums, dx, dw.astype(travels(parts.x.dtype))
 
-    sums, dx, *dw = one_pass(parts, 0)
+    nothing = jnp.float32(0)
+    sums, dx, *dw = one_pass(parts, 0, nothing)
     for first in range(width, cfg.dim, width):
-        # One after the other, so that one at a time is in float32.
-        parts, dw = jax.lax.optimization_barrier((parts, dw))
-        dw += one_pass(parts, first)[2:]
+        # One after the other, so that one at a time is in float32: zeros that XLA knows are there from the beginning.
+        parts, dw, nothing = jax.lax.optimization_barrier((parts, dw, nothing))
+        dw += one_pass(parts, first, nothing)[2:]
     dw = added(jnp.concatenate(dw, axis=2 if cfg.tie_embeddings else 1))
     (d_head,) = by_parameter(dw.astype(w.dtype))
     # In shards before the backward pass goes on: whole it is a model's largest array.
