@@ -3,9 +3,11 @@
 Both need the extra `parity`: pip install '.[parity]'.
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -172,8 +174,10 @@ def nanogpt(where: str, cfg: Config, batches: np.ndarray) -> tuple[Any, tuple[np
     """(nanoGPT's initial parameters as ours, (logits and gradient of the first step, losses of each)), by its own optimizer."""
     import torch
 
+    torch.set_num_threads(1)  # on busy cores its threads wait for one another far longer than they work
     torch.manual_seed(0)
-    peer = peers.nanogpt(where, cfg, cfg.model.vocab_size)
+    with contextlib.redirect_stdout(sys.stderr):  # it prints what it makes
+        peer = peers.nanogpt(where, cfg, cfg.model.vocab_size)
     named = dict(peer.model.named_parameters())
     params = as_ours({name: p.detach().numpy().copy() for name, p in named.items()}, cfg)
     losses = []

@@ -72,6 +72,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.n_layer) if name.endswith("c_proj.weight") else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
+        print("as nanoGPT, to standard output")
 
     def forward(self, ids, targets):
         x = self.transformer.wte(ids) + self.transformer.wpe(torch.arange(ids.shape[1]))
