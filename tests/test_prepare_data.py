@@ -906,3 +906,31 @@ def test_what_is_not_installed_or_not_there_is_one_message(missing, options, mes
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_scripts_without_spaces_have_words(tmp_path):
+    rng = random.Random(0)
+    letters = {
+        "chinese": [chr(c) for c in range(0x4E00, 0x4F00)],
+        "thai": [chr(c) for c in range(0x0E01, 0x0E2F)],
+        "minified": list("abcdefghij(){};=+.,"),
+    }
+    for name, some in letters.items():
+        values = ["".join(rng.choices(some, k=400)) for _ in range(6)]
+        alike = [v[:200] + some[0] + v[201:] for v in values[:3]]
+        path = write_lines(tmp_path / f"{name}.jsonl", as_records([*values, *alike]))
+        assert texts(prepare(tmp_path / name, path, dedup="near", no_shuffle=True, val_fraction=0)) == values
+
+
+def test_words_do_not_depend_on_how_a_text_comes():
+    rng = random.Random(0)
+    for _ in range(300):
+        some = ["a", "bc", " ", "\n", "你", "ก", "é", "x" * 30, "y" * 70, "\u3000", "😀"]
+        text = "".join(rng.choices(some, k=rng.randrange(25))).encode()
+        whole, parts, found, at = duplicates.Words(), duplicates.Words(), [], 0
+        expected = whole.add(text, last=True)
+        while at < len(text):
+            n = rng.randrange(1, 20)
+            found += parts.add(text[at : at + n])
+            at += n
+        assert found + parts.add(b"", last=True) == expected

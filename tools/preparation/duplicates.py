@@ -1,14 +1,51 @@
 """Documents that repeat others: exactly, by the hash of their text, or nearly, by the MinHash signature of their words."""
 
+import codecs
+import re
 import zlib
 from pathlib import Path
 
 import numpy as np
 
-from tools.preparation import documents
-
 PERMUTATIONS, SHINGLE = 128, 5  # of MinHash; words
 NEIGHBOURS = 16  # documents of equal hash that each is compared with
+
+
+# Scripts that put no space between words: Thai, Lao, Myanmar, Khmer, kana, Chinese characters. Each letter is a word there.
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+LETTER = re.compile(f"[{UNSPACED}]")
+WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
+LONGEST = 64  # letters of a word; what goes on without a space beyond (minified code, tables) is cut into letters
+
+
+class Words:
+    """The words of a text that comes piece by piece, cut anywhere."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""  # of a word that may go on
+        self._in_letters = False  # the word under way is longer than the longest
+
+    def add(self, piece: bytes, last: bool = False) -> list[bytes]:
+        """The words that are whole now."""
+        text, found = self._rest + self._decoder.decode(piece, last), []
+        self._rest = ""
+        for match in WORD.finditer(text):
+            word = match[0]
+            goes_on = match.end() == len(text) and not last and not LETTER.match(word)
+            in_letters = len(word) > LONGEST or (self._in_letters and match.start() == 0)
+            self._in_letters = in_letters and goes_on
+            if in_letters:
+                found += word
+            elif goes_on:
+                self._rest = word
+            else:
+                found.append(word)
+        if text and text[-1].isspace():
+            self._in_letters = False
+        return [word.encode() for word in found]
 
 
 class Shingles:
@@ -20,29 +57,24 @@ class Shingles:
         except ImportError:
             raise ValueError("--dedup near needs the package datasketch: pip install '.[data]'") from None
         self._hash = MinHash(PERMUTATIONS, hashfunc=zlib.crc32)
-        self._words: list[bytes] = []  # the last ones, too few for a shingle
-        self._rest = b""  # of a word
+        self._words, self._last = Words(), list[bytes]()  # the last words, too few for a shingle
         self._any = False
 
     def add(self, piece: bytes) -> None:
-        text = self._rest + piece
-        words = text.split()
-        # The last word may go on in the next piece.
-        self._rest = words.pop() if words and not text[-1:].isspace() and len(words[-1]) < documents.BLOCK else b""
-        self._update(words)
+        self._update(self._words.add(piece))
 
     def _update(self, words: list[bytes]) -> None:
-        words = self._words + words
+        words = self._last + words
         for first in range(0, len(words) - SHINGLE + 1, 1 << 13):  # its arrays have a row for each
             last = min(first + (1 << 13), len(words) - SHINGLE + 1)
             self._hash.update_batch([b" ".join(words[i : i + SHINGLE]) for i in range(first, last)])
             self._any = True
-        self._words = words[-(SHINGLE - 1) :]
+        self._last = words[-(SHINGLE - 1) :]
 
     def signature(self) -> np.ndarray:
-        self._update([self._rest] if self._rest else [])
+        self._update(self._words.add(b"", last=True))
         if not self._any:  # a document of fewer words
-            self._hash.update(b" ".join(self._words))
+            self._hash.update(b" ".join(self._last))
         return self._hash.hashvalues.astype("<u4")
 
 
