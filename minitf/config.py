@@ -29,6 +29,7 @@ from minitf.model.mlp import MLP
 from minitf.model.transformer import NORMS, POSITIONS, REMAT, ModelConfig, pattern
 from minitf.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from minitf.params import SCHEMES
+from minitf.paths import given
 from minitf.sampling import SampleConfig
 from minitf.sharding import AXES, COLLECTIVES, MeshConfig
 from minitf.tables import check_unread, did_you_mean, pick
@@ -277,9 +278,15 @@ def split_overrides(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
 def load_file(path: str) -> ml_collections.ConfigDict:
     """What get_config() of a config file returns; `FILE:ARGUMENT` calls get_config(ARGUMENT). Raises ValueError with file and
     line for what is wrong in it."""
+    path = str(given(path, "--config"))
     file, _, argument = path.partition(":") if not os.path.exists(path) else (path, "", "")
     if not os.path.isfile(file):
         raise ValueError(f"--config {path}: no such file")
+    if file.endswith(".json"):
+        raise ValueError(
+            f"--config {path}: is no Python file with get_config(); where it is the config.json of a run, the run goes on by the "
+            "command that began it, and minitf.evaluate and minitf.generate take its directory by --workdir"
+        )
     try:
         get_config = runpy.run_path(file, run_name="minitf_config_file").get("get_config")
         if not callable(get_config):

@@ -223,7 +223,7 @@ def process_age() -> float:
 class StopRequest:
     """Why the run is to end; None: go on."""
 
-    REASONS = ("SIGINT", "SIGTERM", "SIGUSR1", "max_run_time")
+    REASONS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "max_run_time")
 
     def __init__(self, max_run_time: float | None = None):
         self.signal: str | None = None
@@ -236,11 +236,14 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals(max_run_time: float | None = None) -> Iterator[StopRequest]:
-    """SIGINT, SIGTERM and SIGUSR1 (Slurm's `--signal`) set the request, and so do `max_run_time` seconds of this process; a
-    second signal acts as it would have without us. Main thread only."""
+    """SIGINT, SIGTERM, SIGHUP (a terminal that closes) and SIGUSR1 (Slurm's `--signal`) set the request, and so do `max_run_time`
+    seconds of this process; a second signal acts as it would have without us. SIGHUP stays ignored where it is (nohup). Main
+    thread only."""
     request = StopRequest(max_run_time)
     numbers = [getattr(signal, name) for name in StopRequest.REASONS if hasattr(signal, name)]
     before = {s: signal.getsignal(s) for s in numbers}
+    if before.get(getattr(signal, "SIGHUP", None)) == signal.SIG_IGN:
+        del before[signal.SIGHUP]
 
     def restore() -> None:
         for s, handler in before.items():
@@ -251,7 +254,8 @@ def stop_on_signals(max_run_time: float | None = None) -> Iterator[StopRequest]:
         restore()
         # Not print: the signal may have come in the middle of one.
         text = f"\n{request.signal}: the run saves and ends within two steps; a second one ends it at once\n"
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
 
     try:
         for s in before:

@@ -13,7 +13,6 @@ import functools
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -27,8 +26,10 @@ from minitf.data.packing import PackedRows, best_fit, cut
 from minitf.data.store import MANIFEST, SPLITS, Joined, Replaced, Store
 from minitf.data.tokenizer import FILE, Tokenizer
 from minitf.model.transformer import with_any_kernel
+from minitf.paths import given
 from minitf.sharding import MeshConfig
 from minitf.step import eval_step, scores, totals
+from minitf.terminal import lasting_output
 
 # ---- what is scored
 
@@ -94,7 +95,7 @@ def chosen(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | Non
     for path in paths:
         if tokenizer is None:
             raise ValueError(f"--data {path}: the run has no tokenizer; its own data can be scored (leave --data out)")
-        if (Path(path).expanduser() / MANIFEST).is_file():
+        if (given(path, "--data") / MANIFEST).is_file():
             # Of its ids only those that are read must have rows.
             corpus = datasets.load(datasets.DataConfig(kind="store", path=path), None)
             if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
@@ -152,6 +153,7 @@ def lines(results: dict[str, dict[str, float]]) -> Iterator[str]:
         )
 
 
+@lasting_output()
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m minitf.evaluate",
@@ -189,9 +191,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:
-        mesh = sharding.make_mesh(MeshConfig())
-        model = run.load_model(args.workdir, args.step, mesh)
-        workdir = run.resolve(args.workdir)
+        workdir, mesh = run.resolve(args.workdir), sharding.make_mesh(MeshConfig())
+        model = run.load_model(workdir, args.step, mesh)
         if args.tasks:
             from minitf import harness
 

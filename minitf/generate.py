@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from minitf import run, sharding
 from minitf.data import chat
 from minitf.data.frame import Frame
 from minitf.data.tokenizer import Tokenizer
+from minitf.paths import given
 from minitf.sampling import TEMPERATURE, Completion, Sampler, Sampling, complete, prepared, prompt_ids
 from minitf.sharding import AXES, MeshConfig
 from minitf.train import use_compilation_cache
@@ -72,7 +72,7 @@ def read_prompts(path: str, is_chat: bool) -> list[Prompt]:
     """A prompt a line; of *.jsonl, the field `prompt` of a JSON object a line, or for a chat its `messages`; "-": standard input.
     Raises ValueError naming the file and the line."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_bytes().decode()
+        text = sys.stdin.read() if path == "-" else given(path, "--prompts").read_bytes().decode()
     except OSError as e:
         raise ValueError(f"--prompts {path}: {e.strerror}") from None
     except UnicodeDecodeError as e:
@@ -306,7 +306,7 @@ def checked(args: argparse.Namespace) -> Sampling:
         value = getattr(args, name)
         config_lib.require(f"--{name}", value, value is None or value >= 1, "at least 1")
     config_lib.require("--seed", args.seed, 0 <= args.seed < 2**32, "from 0 to 4294967295 (2^32 - 1)")
-    if args.prompt and args.prompts:
+    if args.prompt and args.prompts is not None:
         raise ValueError("--prompt and --prompts: give one of them")
     if args.log_probs and not args.json:
         raise ValueError("--log_probs: is for --json")
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding must not end a text
     try:
         sampling = checked(args)
-        prompts = args.prompt or (read_prompts(args.prompts, args.chat) if args.prompts else None)
+        prompts = args.prompt or (read_prompts(args.prompts, args.chat) if args.prompts is not None else None)
         begin = [] if args.system is None else [{"role": "system", "content": args.system}]
         if args.chat and prompts is not None:
             prompts = [begin + ([{"role": "user", "content": p}] if isinstance(p, str) else p) for p in prompts]

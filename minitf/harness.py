@@ -21,6 +21,7 @@ from minitf.data.store import check_rows
 from minitf.data.tokenizer import Tokenizer
 from minitf.model.transformer import model as forward
 from minitf.model.transformer import with_any_kernel
+from minitf.paths import given
 from minitf.sampling import Sampler, Sampling, bucket, complete
 
 try:
@@ -223,7 +224,7 @@ def task_files(arguments: list[str]) -> tuple[list[str], list[str]]:
     data come from the network. Raises ValueError for a file that names no task."""
     names, directories = [], []
     for argument in arguments:
-        path = Path(argument).expanduser()
+        path = given(argument, "--tasks")
         if not path.exists():
             names.append(argument)
             continue
@@ -262,7 +263,7 @@ def run_tasks(
 ) -> dict[str, dict[str, Any]]:
     """The metrics of each task, as lm-evaluation-harness names them."""
     names, directories = task_files(arguments)
-    only_files = all(Path(a).expanduser().exists() for a in arguments)
+    only_files = all(given(a, "--tasks").exists() for a in arguments)
     manager = TaskManager(include_path=directories, include_defaults=not only_files)
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:

@@ -25,6 +25,7 @@ from minitf.data.frame import Frame
 from minitf.distributed import say, start_ticks
 from minitf.metrics import is_local, json_lines, write_whole
 from minitf.model.transformer import model_params
+from minitf.paths import given
 from minitf.sharding import MeshConfig, make_mesh, shardings
 
 LOCK = "lock.json"
@@ -38,7 +39,7 @@ OURS = (
 def resolve(workdir: str, setting: str = "--workdir") -> epath.Path:
     """The absolute path of a work directory given in any form: relative, with a tilde, through a link, an object store's."""
     try:
-        return epath.Path(workdir) if "://" in workdir else epath.Path(Path(workdir).expanduser().resolve())
+        return epath.Path(workdir) if "://" in workdir else epath.Path(given(workdir, setting).resolve())
     except (RuntimeError, KeyError) as e:  # no such user, a loop of links, an unknown scheme
         raise ValueError(f"{setting} {workdir}: {e}") from None
 
@@ -259,6 +260,9 @@ def has_checkpoint(workdir: epath.Path) -> bool:
 def begin(workdir: epath.Path, cfg: Config, overwrite: bool = False) -> tuple[bool, list[str]]:
     """(whether a run was here already, its settings that change now as lines `name: old -> new`). Writes the resolved config.
     Raises ValueError where the directory holds another run, with the old and new values."""
+    for parent in workdir.parents:
+        if parent.name == "checkpoints" and (parent.parent / "config.json").exists():
+            raise ValueError(f"--workdir {workdir}: lies inside the checkpoints of the run {parent.parent}")
     if overwrite:
         clear(workdir)
     stored = stored_config(workdir)

@@ -44,6 +44,7 @@ from minitf.sampling import Sampler, fixed_prompts, sample
 from minitf.sharding import surroundings
 from minitf.state import TrainState, abstract_state, first_state, init_state, state_shardings
 from minitf.step import Batch, eval_step, evaluate, train_step
+from minitf.terminal import lasting_output
 
 FAILED, MISTAKE, INTERRUPTED, NONFINITE = 1, 2, 3, 4  # exit statuses; a mistake is the user's
 
@@ -669,6 +670,12 @@ def use_compilation_cache(setting: str | None, workdir: epath.Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start has many small programs
 
 
+def default_workdir(config: str) -> str:
+    """Of a run whose command does not name one."""
+    return f"runs/{Path(config.partition(':')[0]).stem}"
+
+
+@lasting_output()
 def main(argv: list[str] | None = None) -> int:
     start_up = StartUp(process_age())
     parser = argparse.ArgumentParser(
@@ -697,7 +704,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.print_config:
             print(config_lib.to_json(cfg), end="")
             return 0
-        workdir = run.resolve(args.workdir or f"runs/{Path(args.config.partition(':')[0]).stem}")
+        workdir = run.resolve(default_workdir(args.config) if args.workdir is None else args.workdir)
         use_compilation_cache(cfg.compilation_cache, workdir)
         if cfg.keep_memory:
             memory.keep_freed()

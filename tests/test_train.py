@@ -238,6 +238,8 @@ def test_modules_import_only_what_stands_above_them():
     order = [
         *(
             "tables",
+            "paths",
+            "terminal",
             "hlo",
             "memory",
             "params",

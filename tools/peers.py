@@ -9,12 +9,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from minitf import config as config_lib
 from minitf.config import Config
 from minitf.huggingface.families import fitting, write_config
+from minitf.paths import given
 from tools.benchmark import TRANSFORMERS, measured, serve
 
 
@@ -53,7 +53,7 @@ def gpt_config(cfg: Config, vocab_size: int) -> dict[str, Any]:
 
 def check_checkout(where: str) -> None:
     """Raises ValueError where no nanoGPT can be run from there."""
-    if not (Path(where).expanduser() / "model.py").is_file():
+    if not (given(where, "--peer") / "model.py").is_file():
         raise ValueError(f"--peer {where}: no checkout of nanoGPT: it has no model.py")
     check_torch()
 
@@ -64,7 +64,7 @@ def check_torch() -> None:
 
 
 def nanogpt(where: str, cfg: Config, vocab_size: int) -> Peer:
-    sys.path.insert(0, str(Path(where).expanduser()))
+    sys.path.insert(0, str(given(where, "--peer")))
     from model import GPT, GPTConfig
 
     model = GPT(GPTConfig(**gpt_config(cfg, vocab_size)))

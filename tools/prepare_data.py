@@ -42,6 +42,7 @@ from minitf.data.tokenizer import (
     make_tokenizer,
     save_tokenizer,
 )
+from minitf.paths import given
 from tools.preparation import documents
 from tools.preparation.directory import (
     BEGUN,
@@ -72,8 +73,8 @@ def settings_of(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any
     names = "format text_key token_dtype val_fraction seed shuffle dedup near_threshold shard_tokens"
     start = frames.start_of(tokenizer)
     # Not where there is none: stores from before it was written are the same.
-    framed = {} if start is None else {"start_token": start}
-    return {"tokenizer": tokenizer.fingerprint, **framed, **{name: getattr(args, name) for name in names.split()}}
+    more = ({} if start is None else {"start_token": start}) | ({"as_text": True} if args.as_text else {})
+    return {"tokenizer": tokenizer.fingerprint, **more, **{name: getattr(args, name) for name in names.split()}}
 
 
 def check_tokenizer(args: argparse.Namespace) -> Tokenizer:
@@ -94,16 +95,28 @@ def check_tokenizer(args: argparse.Namespace) -> Tokenizer:
 
 def check_inputs(args: argparse.Namespace) -> list[str]:
     output = args.output.resolve()
-    for given in args.input:
-        if given != STDIN and output.is_relative_to(Path(given).resolve()):
-            raise ValueError(f"--output {args.output}: lies inside --input {given}")
+    for path in args.input:
+        if path != STDIN and output.is_relative_to(given(path, "--input").resolve()):
+            raise ValueError(f"--output {args.output}: lies inside --input {path}")
     paths = documents.find_files(args.input)
     if not paths:
         raise ValueError(f"--input {' '.join(args.input)}: no documents: no file there")
     inside = [p for p in paths if os.path.realpath(p).startswith(f"{output}{os.sep}")]
     if inside:
         raise ValueError(f"--input {inside[0]}: lies inside --output {args.output}")
-    ids = [p for p in paths if documents.kind_of(p)[0] == "ids"]
+    kinds = [documents.kind_of(p, args.as_text)[0] for p in paths]
+    closed = [p for p, kind in zip(paths, kinds, strict=True) if kind == "closed"]
+    if closed:
+        raise ValueError(
+            f"--input {closed[0]}: such files are not read; unpack it, or take it as one text by --as_text"
+        )
+    if args.text_key is None:
+        args.text_key = "text"
+    elif set(kinds) <= {"text", "ids"}:
+        raise ValueError(
+            f"--text_key {args.text_key}: has no effect: no input has records, all are files of text or ids"
+        )
+    ids = [p for p, kind in zip(paths, kinds, strict=True) if kind == "ids"]
     if ids and (args.dedup == "near" or args.format != "text"):
         setting = f"--format {args.format}" if args.format != "text" else "--dedup near"
         raise ValueError(f"{ids[0]}: holds token ids, and {setting} needs text")
@@ -153,11 +166,11 @@ def prepare(args: argparse.Namespace) -> None:
             directory,
             args.tokenizer,
             store.ids_dtype(tokenizer.vocab_size).str,
-            Reading(args.format, args.text_key, utf8, args.token_dtype, eos, tokenizer.vocab_size),
+            Reading(args.format, args.text_key, utf8, args.token_dtype, eos, tokenizer.vocab_size, args.as_text),
             args.skip_bad,
             args.dedup == "near",
         )
-        numbers = tokenise_all(work, documents.make_units(paths, begun["unit"]), args.workers)
+        numbers = tokenise_all(work, documents.make_units(paths, begun["unit"], args.as_text), args.workers)
         if not numbers["documents"]:
             shutil.rmtree(work.unfinished)
             raise ValueError(
@@ -335,10 +348,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--input", nargs="+", metavar="PATH", help="files, directories, patterns, or - for JSON lines on standard input"
     )
-    add("--output", required=True, type=Path, metavar="DIR")
+    add("--output", required=True, metavar="DIR")
     add("--tokenizer", metavar="NAME", help="bytes, or a tokenizer.json or its directory")
     add("--format", choices=FORMATS, default="text")
-    add("--text_key", default="text", metavar="KEY", help="of --format text; dots lead into objects (default: text)")
+    add("--text_key", metavar="KEY", help="of --format text, of records; dots lead into objects (default: text)")
+    add("--as_text", action="store_true", help="take each file as the text of one document, whatever its name")
     add("--token_dtype", choices=("uint16", "uint32"), default="uint16", help="of .bin files")
     add(
         "--val_fraction", type=number(float, 0, 1), default=0.005, metavar="X", help="of the documents (default: 0.005)"
@@ -365,6 +379,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
+        args.output = given(args.output, "--output")
         if args.input:
             prepare(args)
         pack(args.output, args.pack)

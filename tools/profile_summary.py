@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from jax.profiler import ProfileData
 
 from minitf import config
+from minitf.paths import given
 
 # ---- the compiled programs, which a profile holds as HLO
 
@@ -303,14 +304,14 @@ def table(found: dict[str, Any], top: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.profile_summary", description=__doc__.splitlines()[0])
-    parser.add_argument("place", metavar="DIR", type=Path, help="a work directory, a profile's directory or its file")
+    parser.add_argument("place", metavar="DIR", help="a work directory, a profile's directory or its file")
     parser.add_argument("--top", type=int, default=15, metavar="N", help="rows of each table (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one object with all rows")
     args = parser.parse_args(argv)
     try:
         if args.top < 1:
             raise ValueError(f"--top={args.top}: must be at least 1")
-        found = summary(find(args.place.expanduser()))
+        found = summary(find(given(args.place, "DIR")))
     except ValueError as e:
         config.fail(str(e))
     print(json.dumps(found) if args.json else table(found, args.top))

@@ -18,6 +18,7 @@ from pathlib import Path
 from minitf.data.packing import write_durably
 from minitf.data.store import MANIFEST
 from minitf.data.tokenizer import CONFIG, FILE, SPELLINGS, make_tokenizer
+from minitf.paths import given
 from tools.preparation import documents, long_texts
 
 SPECIALS = [SPELLINGS[role][0] for role in ("eos", "turn_start", "turn_end")]
@@ -121,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.train_tokenizer", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, directories, patterns, or - for JSON lines")
-    add("--output", required=True, type=Path, metavar="DIR")
+    add("--output", required=True, metavar="DIR")
     add("--vocab_size", type=int, required=True, metavar="N", help="with all bytes and special tokens")
     add("--text_key", default="text", metavar="KEY", help="of records; dots lead into objects (default: text)")
     add("--max_bytes", type=int, metavar="N", help="of text to train on, the first ones (default: all)")
@@ -131,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--max_bytes: must be positive")
     try:
         options = dict(text_key=args.text_key, max_bytes=args.max_bytes, specials=args.special)
-        print(train(args.input, args.output, args.vocab_size, **options))
+        print(train(args.input, given(args.output, "--output"), args.vocab_size, **options))
     except ValueError as e:
         from minitf import config
 

@@ -29,6 +29,7 @@ from minitf.data.store import (
     read_manifest,
 )
 from minitf.data.tokenizer import FILE, Tokenizer, id_dtype, load_tokenizer, make_tokenizer
+from minitf.paths import FIRST, container, files_below, given
 from minitf.tables import pick
 
 
@@ -98,7 +99,7 @@ def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig,
     frame = framing(tokenizer)
     digest = hashlib.sha256()
     for doc, text in train + val:
-        digest.update(doc.encode() + b"\0" + text)
+        digest.update(os.fsencode(doc) + b"\0" + text)
     parts = (("train", train), ("val", val))
     stores = (tokenized(f"{name} ({split})", texts, tokenizer, frame) for split, texts in parts)
     return Corpus(*stores, tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest(), frame)
@@ -106,7 +107,7 @@ def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig,
 
 def hashed_to_val(name: str, fraction: float) -> bool:
     """Whether a document of this name belongs to validation: its place never changes when others come or go."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < fraction * 2**32
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:4], "big") < fraction * 2**32
 
 
 def split_by_name(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
@@ -145,14 +146,12 @@ def load_stdlib(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Co
 def find_files(pattern: str, setting: str) -> tuple[list[tuple[str, Path]], bool]:
     """(name, path) of the files that a file, a directory (all files below it) or a glob names, and whether it named one file.
     Names begin below the directory or the glob's first wildcard: split and checksum are the same wherever the files lie."""
-    path = Path(pattern).expanduser()
+    path = given(pattern, setting)
     if path.is_file():
         return [(path.name, path)], True
     if path.is_dir():
         root = path
-        files = sorted(
-            p for p in path.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.relative_to(path).parts)
-        )
+        files = sorted(map(Path, files_below(path)))
     else:
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         files = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(p)]
@@ -166,7 +165,15 @@ def find_files(pattern: str, setting: str) -> tuple[list[tuple[str, Path]], bool
 def read_text(pattern: str, setting: str) -> tuple[Documents, bool]:
     """The files that `find_files` finds, each a document; and whether it named one file."""
     files, single = find_files(pattern, setting)
-    return [(name, path.read_bytes()) for name, path in files], single
+    texts = [(name, path.read_bytes()) for name, path in files]
+    for (_, path), (_, text) in zip(files, texts, strict=True):
+        kind = container(text[:FIRST])
+        if kind is not None:
+            raise ValueError(
+                f"{setting}={pattern}: {path} is {kind} by its first bytes, not text; python -m tools.prepare_data makes a store "
+                "of files of records and of compressed ones"
+            )
+    return texts, single
 
 
 def load_text(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
@@ -292,8 +299,8 @@ def load_huggingface(cfg: DataConfig, vocab_size: int | None, framing: Framing) 
                 found += column(ipc.open_stream(mapped_file).read_all(), file["filename"], cfg)
         return found
 
-    directory = Path(named_path(cfg)).expanduser()
-    val = None if cfg.val_path is None else read(Path(cfg.val_path).expanduser(), "data.val_path")
+    directory = given(named_path(cfg), "data.path")
+    val = None if cfg.val_path is None else read(given(cfg.val_path, "data.val_path"), "data.val_path")
     splits = directory / "dataset_dict.json"
     if not splits.is_file():
         return from_splits(cfg, read(directory, "data.path"), val, framing)
@@ -318,7 +325,7 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Co
     pick("data.token_dtype", dict.fromkeys(TOKEN_DTYPES), cfg.token_dtype)
     if cfg.eos_id is not None and not 0 <= cfg.eos_id < vocab_size:
         raise ValueError(f"data.eos_id={cfg.eos_id}: must be below model.vocab_size={vocab_size}")
-    path = Path(cfg.path).expanduser()
+    path = given(cfg.path, "data.path")
 
     def find(directory: Path, split: str) -> Path:
         for suffix in (".bin", ".npy"):
@@ -330,7 +337,7 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Co
         raise ValueError(f"data.path={cfg.path}: no such file or directory")
     files = [find(path, "train") if path.is_dir() else path]
     if cfg.val_path is not None:
-        files.append(Path(cfg.val_path).expanduser())
+        files.append(given(cfg.val_path, "data.val_path"))
         if not files[1].is_file():
             raise ValueError(f"data.val_path={cfg.val_path}: no such file")
     elif path.is_dir():
@@ -373,7 +380,7 @@ def load_store(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Cor
     """What `python -m tools.prepare_data` wrote. Its identity is that of its shards and its tokenizer, wherever it lies."""
     if cfg.path is None:
         raise ValueError("data.path=None: data.kind=store needs the directory of a store, or data.mixture several")
-    directory = Path(cfg.path).expanduser()
+    directory = given(cfg.path, "data.path")
     manifest = read_manifest(directory)
     tokenizer = load_tokenizer(directory / FILE)
     expected = manifest["tokenizer"]["fingerprint"]

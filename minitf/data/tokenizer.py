@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from minitf.paths import given
 from minitf.tables import pick
 
 # The roles of special ids and the spellings that the field uses for them, the likelier first.
@@ -282,8 +283,10 @@ class HuggingFaceTokenizer:
         for token, i in self._vocabulary.items():
             if i in added:  # spelt as text
                 pieces[i] = b"" if added[i].special else token.encode()
-            else:
+            elif all(c in letters for c in token):
                 pieces[i] = bytes(letters[c] for c in token)
+            else:  # an entry that is not made of bytes stands for its own text, as in the library's decoder
+                pieces[i] = token.encode()
         return pieces
 
     @functools.cached_property
@@ -328,8 +331,8 @@ def is_file_name(name: str) -> bool:
     return name not in TOKENIZERS and (name.endswith(".json") or "/" in name or Path(name).is_dir())
 
 
-def find_file(name: str) -> Path:
-    path = Path(name).expanduser()
+def find_file(name: str, setting: str = "data.tokenizer") -> Path:
+    path = given(name, setting)
     return path / FILE if path.is_dir() else path
 
 
@@ -337,7 +340,7 @@ def check_name(name: str, setting: str = "data.tokenizer") -> None:
     """Raises ValueError where the setting names no tokenizer."""
     if not is_file_name(name):
         pick(setting, {**TOKENIZERS, "PATH/tokenizer.json": None}, name)
-    elif not find_file(name).is_file():
+    elif not find_file(name, setting).is_file():
         raise ValueError(f"{setting}={name}: no such file, and no {FILE} in such a directory")
 
 
@@ -345,7 +348,7 @@ def make_tokenizer(name: str, documents: list[tuple[str, bytes]], setting: str =
     """The tokenizer that a setting names, for these (source, text) documents: one of TOKENIZERS, or a tokenizer.json by its
     path or its directory's. Raises ValueError where there is none."""
     check_name(name, setting)
-    return load_tokenizer(find_file(name)) if is_file_name(name) else TOKENIZERS[name](documents)
+    return load_tokenizer(find_file(name, setting)) if is_file_name(name) else TOKENIZERS[name](documents)
 
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"  # Hugging Face's names, for our own kinds too

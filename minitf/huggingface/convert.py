@@ -33,6 +33,7 @@ from minitf.huggingface.families import FAMILIES, fitting, misfits, read_config,
 from minitf.huggingface.folder import Stored, Tensor
 from minitf.metrics import is_local, write_whole
 from minitf.model.transformer import model_params
+from minitf.paths import given
 from minitf.tables import pick
 from minitf.train import commit
 
@@ -69,7 +70,7 @@ def import_model(
 ) -> Done:
     """Makes a work directory of a model folder: its parameters in float32 as the checkpoint of step 0, its tokenizer, and a
     config. `dtype`: model.dtype. Raises ValueError for what a user can mend, before anything is written."""
-    source = Path(source).expanduser()
+    source = given(source, "HF_DIR")
     if not source.is_dir():
         raise ValueError(f"{source}: no such directory")
     name, cfg = described(source, dtype, ignore)
@@ -200,7 +201,7 @@ def export_model(
     pick("--dtype", dict.fromkeys(("float32", "bfloat16")), dtype)
     if family is not None:
         pick("--family", FAMILIES, family)
-    out, source = Path(out).expanduser(), run.resolve(os.fspath(workdir), "WORKDIR")
+    out, source = given(out, "HF_DIR"), run.resolve(os.fspath(workdir), "WORKDIR")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: is there already; give another directory")
     model = run.load_model(workdir, step)

@@ -11,7 +11,8 @@ HARMLESS = frozenset(
     "output_hidden_states id2label label2id num_labels chunk_size_feed_forward attention_dropout pretraining_tp "
     "cache_implementation attn_implementation _attn_implementation _flash_attn_2_enabled task_specific_params "
     "max_length min_length do_sample num_beams temperature top_k top_p repetition_penalty is_llama_config "
-    "transformers.js_config unsloth_version unsloth_fixed".split()
+    "transformers.js_config unsloth_version unsloth_fixed predict_special_tokens output_past n_special _num_labels "
+    "_attn_implementation_autoset max_sequence_length".split()
 )
 
 

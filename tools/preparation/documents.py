@@ -1,17 +1,22 @@
 """Documents out of files, for the tools that read text. A document's text is bytes, the same from every kind of file: a
 byte-order mark and CR LF stay, but for a mark at the start of a file of JSON lines, which is that file's, not a document's.
 
-By suffix: .jsonl and .ndjson are lines of JSON, .parquet rows, .bin flat token ids (nanoGPT's), all else one document a file.
-.gz and .zst hold what the suffix before says, and lines of JSON where it is .json or missing. `-` is standard input, of JSON.
+By suffix: .jsonl and .ndjson are lines of JSON, .json lines or an array of it, .csv and .tsv tables whose first line names the
+columns, .parquet rows, .bin flat token ids (nanoGPT's), all else one document a file. .gz, .zst, .bz2 and .xz hold what the suffix
+before says, and lines of JSON where it is missing. `-` is standard input, of JSON. What is no text by its first bytes is refused, and
+so are other containers; --as_text takes each file as the text of one document, whatever its name.
 """
 
+import bz2
 import codecs
+import csv
 import functools
 import glob
 import gzip
 import io
 import itertools
 import json
+import lzma
 import os
 import re
 import sys
@@ -23,6 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from minitf.data.chat import chatml_pieces
+from minitf.paths import FIRST, container, files_below, given
 
 BLOCK = 8 << 20  # bytes of a text that are in memory at a time
 LINE = 256 << 20  # the longest line of JSON
@@ -32,38 +38,44 @@ STDIN = "-"
 # ---- which files, and their cut into units
 
 
-def kind_of(path: str) -> tuple[str, str]:
-    """(lines, parquet, ids or text; the suffix of the compression, or "")."""
+KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "table", ".tsv": "table"}
+UNPACKED = {".parquet": "parquet", ".bin": "ids"}  # only where they are not compressed
+# Containers whose contents are no document, and which are not opened here.
+CLOSED = frozenset(
+    ".zip .tar .tgz .tbz .tbz2 .txz .7z .rar .lz4 .arrow .feather .npy .npz .h5 .hdf5 .pkl .sqlite .db .pdf .docx".split()
+)
+
+
+def kind_of(path: str, as_text: bool = False) -> tuple[str, str]:
+    """(lines, json, table, parquet, ids, text or closed; the suffix of the compression, or "")."""
+    if as_text and path != STDIN:
+        return "text", ""
     name, packed = path.lower(), ""
-    for suffix in (".gz", ".zst"):
+    for suffix in (".gz", ".zst", ".bz2", ".xz"):
         if name.endswith(suffix):
             name, packed = name.removesuffix(suffix), suffix
     suffix = Path(name).suffix
-    if path == STDIN or suffix in (".jsonl", ".ndjson") or (packed and suffix in (".json", "")):
+    if path == STDIN or (packed and suffix == ""):
         return "lines", packed
-    return ("text" if packed else {".parquet": "parquet", ".bin": "ids"}.get(suffix, "text")), packed
-
-
-def files_of(directory: str) -> Iterator[str]:
-    """All files below a directory but hidden ones, sorted."""
-    for folder, folders, files in os.walk(directory):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        yield from (os.path.join(folder, f) for f in sorted(files) if not f.startswith("."))
+    if suffix in CLOSED or (packed and suffix in UNPACKED):
+        return "closed", packed
+    return (KINDS if packed else KINDS | UNPACKED).get(suffix, "text"), packed
 
 
 def find_files(inputs: list[str]) -> list[str]:
     """The files that inputs name: files, directories, patterns, `-`; in their order, each once. Raises ValueError naming an
     input that is none of them."""
     found: list[str] = []
-    for given in inputs:
-        if given == STDIN:
-            found.append(given)
+    for name in inputs:
+        if name == STDIN:
+            found.append(name)
             continue
-        matching = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
+        pattern = str(given(name, "--input"))
+        matching = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not matching:
-            raise ValueError(f"--input {given}: no such file, directory or pattern with a match")
+            raise ValueError(f"--input {name}: no such file, directory or pattern with a match")
         for path in map(os.path.abspath, matching):
-            found += files_of(path) if os.path.isdir(path) else [path]
+            found += files_below(path) if os.path.isdir(path) else [path]
     return list(dict.fromkeys(found))
 
 
@@ -83,24 +95,24 @@ def unit_size(total: int) -> int:
     return min(max(total // 1024, 2 << 20), 256 << 20)
 
 
-def spans_of(path: str, unit: int = sys.maxsize) -> list[Span]:
-    kind, packed = kind_of(path)
+def spans_of(path: str, unit: int = sys.maxsize, as_text: bool = False) -> list[Span]:
+    kind, packed = kind_of(path, as_text)
     size = 0 if path == STDIN else os.path.getsize(path)
     if kind == "parquet":
         metadata = open_parquet(path).metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         sizes = [sum(g.column(i).total_compressed_size for i in range(g.num_columns)) for g in groups]
         return [Span(path, i, i + 1, n) for i, n in enumerate(sizes)]
-    if packed or path == STDIN or kind == "text":
+    if packed or path == STDIN or kind not in ("lines", "ids"):
         return [Span(path, 0, size, size)]
     return [Span(path, i, min(i + unit, size), min(unit, size - i)) for i in range(0, size, unit)]
 
 
-def make_units(paths: list[str], unit: int) -> list[list[Span]]:
+def make_units(paths: list[str], unit: int, as_text: bool = False) -> list[list[Span]]:
     """All spans of the files, in order, in groups of about `unit` bytes: a function of the files alone."""
     units: list[list[Span]] = []
     room = 0
-    for span in itertools.chain.from_iterable(spans_of(path, unit) for path in paths):
+    for span in itertools.chain.from_iterable(spans_of(path, unit, as_text) for path in paths):
         if not units or span.size > room or STDIN in (span.path, units[-1][0].path):
             units.append([])
             room = unit
@@ -144,6 +156,7 @@ class Reading(NamedTuple):
     token_dtype: str = "uint16"
     eos: int | None = None
     vocab_size: int = 0
+    as_text: bool = False
 
 
 def look_up(record: Any, key: str) -> Any:
@@ -240,10 +253,13 @@ class ZstdFile(io.RawIOBase):
         return n
 
 
+STANDARD = {".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+
+
 def opened(raw: BinaryIO, packed: str) -> BinaryIO:
     """The contents of an open file."""
-    if packed == ".gz":
-        return gzip.GzipFile(fileobj=raw)
+    if packed in STANDARD:
+        return STANDARD[packed](raw)
     return io.BufferedReader(ZstdFile(raw), 1 << 20) if packed else raw
 
 
@@ -255,7 +271,7 @@ def torn(path: str, error: Exception) -> Unreadable:
     return Unreadable(f"{path}: cannot be read to its end: {error}")
 
 
-TORN = (OSError, EOFError, zlib.error)
+TORN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 # ---- readers, by kind of file
@@ -316,6 +332,72 @@ def line_records(span: Span, packed: str, reading: Reading, position: Position) 
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield Record(functools.partial(where, number), functools.partial(parse_line, line, reading))
+
+
+def beginning(path: str, packed: str) -> bytes:
+    """The first bytes of a file's contents."""
+    try:
+        with open(path, "rb") as raw:
+            return opened(raw, packed).read(FIRST)
+    except TORN as e:
+        raise torn(path, e) from None
+
+
+def json_records(span: Span, packed: str, reading: Reading, position: Position) -> Iterator[Record]:
+    """The elements of an array, or the objects of lines. Raises Unreadable for what is neither."""
+    path = span.path
+    first = beginning(path, packed).removeprefix(codecs.BOM_UTF8).lstrip()
+    if not first.startswith(b"["):
+        with open(path, "rb") as raw:
+            line = opened(raw, packed).readline(LINE + 1).removeprefix(codecs.BOM_UTF8).strip()
+        try:
+            one = json.loads(line) if line else None
+        except (ValueError, RecursionError):
+            one = line
+        if one is not None and not isinstance(one, dict):
+            raise Unreadable(
+                f"{path}: is neither lines of JSON objects nor an array of them; --as_text takes it as one document"
+            )
+        yield from line_records(span, packed, reading, position)
+        return
+    contents = b"".join(itertools.islice(file_blocks(path, packed, position.bytes, position), LINE // BLOCK + 1))
+    if len(contents) > LINE:
+        raise Unreadable(
+            f"{path}: an array of JSON is read whole, and may have {LINE >> 20} MB; lines of JSON may be any number"
+        )
+    try:
+        elements = json.loads(contents.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as e:
+        raise Unreadable(f"{path}: is no JSON: {e}") from None
+    for i, element in enumerate(elements):
+        parts = functools.partial(FORMATS[reading.format].parts, element, reading.text_key)
+        yield Record(functools.partial("{}, element {}".format, path, i), parts)
+
+
+def table_records(span: Span, packed: str, reading: Reading, position: Position) -> Iterator[Record]:
+    """The rows of comma- or tab-separated values. Raises Unreadable where there is no such column."""
+    path, before = span.path, position.bytes
+    csv.field_size_limit(LINE)
+    with open(path, "rb") as raw:
+        text = io.TextIOWrapper(opened(raw, packed), encoding="utf-8-sig", newline="")
+        delimiter = "\t" if ".tsv" in Path(path.lower()).suffixes else ","
+        rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+        try:
+            for column in FORMATS[reading.format].columns(reading.text_key):
+                if column not in (rows.fieldnames or ()):
+                    has = ", ".join(map(repr, rows.fieldnames or ())) or "none"
+                    raise Unreadable(f"{path}: has no column {column!r}; it has {has}")
+            for row in rows:
+                position.bytes = before + raw.tell()
+                parts = functools.partial(FORMATS[reading.format].parts, row, reading.text_key)
+                yield Record(functools.partial("{}:{}".format, path, rows.line_num), parts)
+        except (csv.Error, UnicodeDecodeError) as e:
+            raise Unreadable(f"{path}:{rows.line_num}: {e}") from None
+
+
+def closed_records(span: Span, packed: str, reading: Reading, position: Position) -> Iterator[Record]:
+    raise Unreadable(f"{span.path}: such files are not read; unpack it, or take it as one text by --as_text")
+    yield
 
 
 def open_parquet(path: str) -> Any:
@@ -432,6 +514,11 @@ def text_records(span: Span, packed: str, reading: Reading, position: Position) 
             f"with {' and '.join(FORMATS[reading.format].columns(''))}: .jsonl or .parquet"
         )
     blocks = functools.partial(file_blocks, span.path, packed, position.bytes, position)
+    kind = None if reading.as_text else container(beginning(span.path, packed))
+    if kind is not None:
+        raise Unreadable(
+            f"{span.path}: is {kind} by its first bytes, not text; its name should say so, or --as_text takes it as one document"
+        )
 
     def parts() -> list[Part]:
         first = list(itertools.islice(blocks(), 2))
@@ -442,14 +529,22 @@ def text_records(span: Span, packed: str, reading: Reading, position: Position) 
     yield Record(lambda: span.path, parts)
 
 
-READERS = {"lines": line_records, "parquet": parquet_records, "ids": id_records, "text": text_records}
+READERS = {
+    "lines": line_records,
+    "json": json_records,
+    "table": table_records,
+    "parquet": parquet_records,
+    "ids": id_records,
+    "text": text_records,
+    "closed": closed_records,
+}
 
 
 def read_records(spans: list[Span], reading: Reading, position: Position) -> Iterator[Record]:
     """All records of spans. Raises Unreadable where a file cannot be read on."""
     before = 0
     for span in spans:
-        kind, packed = kind_of(span.path)
+        kind, packed = kind_of(span.path, reading.as_text)
         position.bytes = before
         try:
             yield from READERS[kind](span, packed, reading, position)

@@ -59,17 +59,34 @@ def pieces(
         yield text
 
 
+class Behind(bytes):
+    """A piece of a text, but not its first."""
+
+
+ANCHOR = "\n"  # stands for the text before a piece
+
+
+def encode_behind(tokenizer: HuggingFaceTokenizer, texts: list[str]) -> list[np.ndarray]:
+    """Ids of texts that stand behind others. A tokenizer may put a mark before each text (SentencePiece's space, in Llama 2): then
+    it is put before what stands for the other text, and its ids are taken away."""
+    of_anchor, marked, behind = tokenizer.encode_batch([ANCHOR, "a", f"{ANCHOR}a"])
+    if np.array_equal(np.concatenate([of_anchor, marked]), behind):
+        return tokenizer.encode_batch(texts)
+    return [ids[len(of_anchor) :] for ids in tokenizer.encode_batch([ANCHOR + text for text in texts])]
+
+
 def keeps_ids(tokenizer: HuggingFaceTokenizer, before: bytes, behind: bytes) -> bool:
     """Whether a cut between two texts gives the ids of both together."""
     left, right = before.decode(errors="ignore"), behind.decode(errors="ignore")  # their far ends may be half a letter
     if not left.strip() or not right.strip():
         return False  # a run of spaces may go on further than can be seen here, and be one token with what follows
-    a, b, whole = tokenizer.encode_batch([left, right, left + right])
+    (a, whole), (b,) = tokenizer.encode_batch([left, left + right]), encode_behind(tokenizer, [right])
     return np.array_equal(np.concatenate([a, b]), whole)
 
 
 def pieces_for(tokenizer: Any) -> Callable[[Iterable[bytes]], Iterator[bytes]]:
-    """What cuts a text into pieces whose ids, one behind the other, are those of the whole."""
+    """What cuts a text into pieces whose ids, one behind the other, are those of the whole; all but the first are read by
+    `encode_behind`."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return slices
     return lambda blocks: pieces(blocks, functools.partial(keeps_ids, tokenizer))

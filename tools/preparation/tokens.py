@@ -117,12 +117,12 @@ class Writer:
                     self.waiting += ids.nbytes
                     self._encode_many(say)
             else:
-                for piece in self.pieces(content):
+                for number, piece in enumerate(self.pieces(content)):
                     sha.update(piece)
                     size += len(piece)
                     if shingles:
                         shingles.add(piece)
-                    self._add(piece, counts)
+                    self._add(long_texts.Behind(piece) if number else piece, counts)
                     self.waiting += len(piece)
                     self._encode_many(say)
         self._add(*self.end)
@@ -141,7 +141,10 @@ class Writer:
             return
         texts = [x for x in self.items if isinstance(x, bytes)]
         encoded = encode_all(self.tokenizer, texts)
-        for text, ids in zip(texts[: TRIED - self.counts["tried"]], encoded, strict=False):
+        tried = [
+            (text, ids) for text, ids in zip(texts, encoded, strict=True) if not isinstance(text, long_texts.Behind)
+        ]
+        for text, ids in tried[: TRIED - self.counts["tried"]]:
             self.counts["tried"] += 1
             self.counts["lossy"] += self.tokenizer.decode(ids) != text
         found = iter(encoded)
@@ -180,9 +183,13 @@ class Writer:
 
 
 def encode_all(tokenizer: Tokenizer, texts: list[bytes]) -> list[np.ndarray]:
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.encode_batch([t.decode() for t in texts])
-    return [tokenizer.encode(t) for t in texts]
+    """Ids of each text, or piece of one."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return [tokenizer.encode(t) for t in texts]
+    behind = [isinstance(t, long_texts.Behind) for t in texts]
+    of = lambda want: [t.decode() for t, b in zip(texts, behind, strict=True) if b == want]
+    whole, pieces = iter(tokenizer.encode_batch(of(False))), iter(long_texts.encode_behind(tokenizer, of(True)))
+    return [next(pieces if b else whole) for b in behind]
 
 
 def tokenise(work: Work, number: int, spans: list[Span], say: Say) -> None:

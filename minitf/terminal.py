@@ -1,0 +1,52 @@
+"""Output that never ends a run: what is printed is not worth it."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+class Lasting:
+    """A text stream that does not fail. A letter that it cannot show is written as its escape, and when whoever reads it is gone,
+    what is written goes nowhere."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError:  # a closed pipe, a terminal that is gone, a full disk behind a redirection
+            self._drop()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Sends the stream's file to nowhere, with what it still holds: the interpreter flushes it once more at its end."""
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Standard output and error are `Lasting` within."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and Lasting(stream) for stream in before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream:
+                stream.flush()
+        sys.stdout, sys.stderr = before
