@@ -66,7 +66,7 @@ def test_the_limit_follows_the_runs_own_steps(monkeypatch):
     assert Watchdog(WatchdogConfig(factor=None)).limit() is None
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_first_signal_is_a_request_and_the_second_acts_as_before(name, capfd):
     number = signal.Signals[name]
     acted = []
@@ -121,3 +121,14 @@ def test_a_process_is_known_by_its_start():
     assert start_ticks(child.pid) is None
     child.wait()
     assert start_ticks(child.pid) is None
+
+
+def test_B17_a_hang_up_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        with stop_on_signals() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.reason is None
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -934,3 +934,76 @@ def test_words_do_not_depend_on_how_a_text_comes():
             found += parts.add(text[at : at + n])
             at += n
         assert found + parts.add(b"", last=True) == expected
+
+
+# ---- what a file's name and its first bytes say
+
+
+@pytest.mark.parametrize("name", ["x.json", "y.json", "x.json.gz", "x.jsonl.bz2", "x.jsonl.xz", "x.csv", "x.tsv"])
+def test_B12_records_are_read_whatever_holds_them(name, tmp_path):
+    import bz2
+    import csv
+    import lzma
+
+    values = ["plain", 'with "quotes", and\nlines', "ünïcode\t😀", "x" * 300_000]
+    path = tmp_path / name
+    if name == "y.json":
+        path.write_text(json.dumps(as_records(values), indent=2), encoding="utf-8")
+    elif name.endswith("sv"):
+        with open(path, "w", newline="", encoding="utf-8-sig") as f:
+            rows = csv.writer(f, delimiter="," if name == "x.csv" else "\t")
+            rows.writerows([["id", "text"], *enumerate(values)])
+    else:
+        opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(path.suffix, open)
+        write_lines(path, as_records(values), opener)
+    out = prepare(tmp_path / "out", path, no_shuffle=True, val_fraction=0)
+    assert texts(out) == values
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "message"),
+    [
+        ("x.json", b'{\n "a": 1\n}\n', "is neither lines of JSON objects nor an array"),
+        ("x.json", b"[1, 2", "is no JSON"),
+        ("x.csv", b"id,body\n1,a\n", "has no column 'text'; it has 'id', 'body'"),
+        ("x.zip", b"PK\x03\x04rest", "such files are not read"),
+        ("x.tar.gz", b"\x1f\x8b", "such files are not read"),
+        ("x.txt", b"PK\x03\x04rest", "is zip by its first bytes, not text"),
+        ("x", b"\x28\xb5\x2f\xfdrest", "is zstd by its first bytes, not text"),
+        ("x.jsonl.xz", b"no xz", "cannot be read to its end"),
+    ],
+)
+def test_B12_what_holds_no_text_is_refused(name, contents, message, tmp_path, capsys):
+    (tmp_path / name).write_bytes(contents)
+    err = refused(capsys, tmp_path / "out", tmp_path / name)
+    assert name in err
+    assert message in err
+    if name in ("x.zip", "x.txt", "x.csv"):  # but taken for text by a word
+        assert texts(prepare(tmp_path / "out", tmp_path / name, as_text=True, val_fraction=0)) == [contents.decode()]
+
+
+def test_B12_a_key_of_records_without_records_is_refused(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("some text")
+    assert "--text_key body: has no effect" in refused(capsys, tmp_path / "out", tmp_path / "x.txt", text_key="body")
+
+
+def test_B22_a_long_text_has_its_ids_where_the_tokenizer_marks_each_text(tmp_path, monkeypatch):
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "▁a", "ab"]
+    model = models.BPE(
+        {p: i for i, p in enumerate(pieces)}, [("▁", "a"), ("a", "b")], unk_token="<unk>", byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    (tmp_path / "t").mkdir()
+    tokenizer.save(str(tmp_path / "t/tokenizer.json"))
+    rng = random.Random(0)
+    text = "".join(rng.choices(["a", "b", " ", "\n", "ab", " a"], k=40_000))
+    (tmp_path / "x.txt").write_text(text)
+    monkeypatch.setattr(long_texts, "PIECE", 2000)
+    monkeypatch.setattr(long_texts.pieces, "__defaults__", (2000, long_texts.WINDOW))
+    out = prepare(tmp_path / "out", tmp_path / "x.txt", tokenizer=str(tmp_path / "t"), val_fraction=0)
+    assert stored(out)[0][0].tolist() == [*tokenizer.encode(text, add_special_tokens=False).ids, 2]

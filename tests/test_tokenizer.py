@@ -258,6 +258,21 @@ def test_without_its_package_a_tokenizer_file_names_what_to_install(file, monkey
         load_tokenizer(file)
 
 
+def test_B24_an_entry_that_is_not_made_of_bytes_stands_for_its_text(tmp_path):
+    import tokenizers
+
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE({c: i for i, c in enumerate([*letters, "，"])}, [])
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    ids = [*tokenizer.encode("a，".encode()), 256]
+    assert tokenizer.decode(np.array(ids)).decode() == library.decode(ids) == "a，，"
+    assert tokenizer.byte_lengths[256] == 3
+
+
 def test_a_plain_entry_that_is_spelt_like_a_special_token_is_none(tmp_path):
     import tokenizers
 
