@@ -1,3 +1,7 @@
 """minitf: a scan-based, multi-device training framework for decoder-only language models in JAX."""
 
+import time
+
 __version__ = "0.1.0"
+
+STARTED = time.perf_counter()  # as good as when Python began: this is imported first

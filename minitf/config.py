@@ -231,7 +231,10 @@ def find(name: str) -> Any:
         fields = hints(cls)
         if part not in fields:
             where = ".".join(done) or "the config"
-            raise ValueError(f"--config.{name}: no setting {part!r} in {where}{did_you_mean(part, fields)}")
+            raise ValueError(
+                f"--config.{name}: no setting {part!r} in {where}{did_you_mean(part, fields)}; --print_config shows all settings "
+                "and their values, README.md (Settings) says where each is described"
+            )
         done.append(part)
         kind, _ = optional(fields[part])
         if dataclasses.is_dataclass(kind):
@@ -278,7 +281,8 @@ def split_overrides(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
 def load_file(path: str) -> ml_collections.ConfigDict:
     """What get_config() of a config file returns; `FILE:ARGUMENT` calls get_config(ARGUMENT). Raises ValueError with file and
     line for what is wrong in it."""
-    path = str(given(path, "--config"))
+    given(path, "--config")
+    path = os.path.expanduser(path)  # as it is written: messages name it so
     file, _, argument = path.partition(":") if not os.path.exists(path) else (path, "", "")
     if not os.path.isfile(file):
         raise ValueError(f"--config {path}: no such file")
@@ -319,6 +323,7 @@ def parse_args(argv: list[str], parser: argparse.ArgumentParser) -> tuple[argpar
     others, overrides = split_overrides(argv)
     args = parser.parse_args(others)
     tree = load_file(args.config)
+    file = freeze(tree)
     for name, value in overrides.items():
         *section, last = name.split(".")
         node = tree
@@ -326,9 +331,37 @@ def parse_args(argv: list[str], parser: argparse.ArgumentParser) -> tuple[argpar
             node = node[part]
         with node.unlocked():
             node[last] = value
-    cfg = freeze(tree)
+    cfg = shortened(freeze(tree), file, overrides)
     validate(cfg)
     return args, cfg
+
+
+def shortened(cfg: Config, file: Config, overrides: dict[str, Any]) -> Config:
+    """The config where the command line gives the run a length that the config file's warm-up or decay does not fit into: these in
+    proportion, said in a line. What the command line gives itself stays, to be refused where it does not fit."""
+    lengths = [known_steps(c) for c in (file, cfg)]
+    if None in lengths or lengths[0] == lengths[1] or 0 in lengths:
+        return cfg
+    before, now = lengths
+    o, changes = cfg.optimizer, {}
+    if "optimizer.warmup_steps" not in overrides and o.warmup_steps > (now if now > 1 else 0):
+        changes["warmup_steps"] = min(math.ceil(o.warmup_steps * now / before), now - 1)
+    left = now - changes.get("warmup_steps", o.warmup_steps)
+    if o.decay_steps is not None and "optimizer.decay_steps" not in overrides and o.decay_steps > left:
+        changes["decay_steps"] = min(max(o.decay_steps * now // before, 1), max(left, 1))
+    if not changes:
+        return cfg
+    said = ", ".join(f"optimizer.{name}: {getattr(o, name)} -> {value}" for name, value in changes.items())
+    print(f"for {now} steps in the place of the config file's {before}: {said}", file=sys.stderr)
+    return dataclasses.replace(cfg, optimizer=dataclasses.replace(o, **changes))
+
+
+def known_steps(cfg: Config) -> int | None:
+    """The steps of the run, where no data are needed to know them."""
+    given = [v for v in (cfg.steps, cfg.tokens, cfg.epochs) if v is not None]
+    if len(given) != 1 or cfg.epochs is not None or min(cfg.batch_size, cfg.seq_len) < 1:
+        return None
+    return total_steps(cfg, rows=0)
 
 
 def fail(message: str) -> NoReturn:

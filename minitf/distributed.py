@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import glob
 import hashlib
+import importlib.util
 import math
 import os
 import re
@@ -28,9 +30,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import minitf
 from minitf import cluster
 
 # ---- one of several processes
+
+
+def leave_absent_tpu() -> None:
+    """Where libtpu is installed (extra plan), and nothing that it could drive is there, JAX does not start it: it would print
+    warnings. What JAX_PLATFORMS asks for is left as it is. Before the first device is asked for."""
+    if jax.config.jax_platforms or importlib.util.find_spec("libtpu") is None:
+        return
+    accelerators = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/dxg", "/dev/kfd")
+    if not any(glob.glob(pattern) for pattern in accelerators) and "TPU_NAME" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,12 +225,8 @@ def start_ticks(pid: int) -> int | None:
 
 
 def process_age() -> float:
-    """Seconds since this process began, its interpreter's start-up included; 0 where the system does not tell."""
-    ticks = start_ticks(os.getpid())
-    if not ticks:
-        return 0.0
-    with open("/proc/uptime", "rb") as uptime:
-        return float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    """Seconds since Python began. Not since the process did: a shell that became Python may have lived long before."""
+    return time.perf_counter() - minitf.STARTED
 
 
 class StopRequest:

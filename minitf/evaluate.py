@@ -25,6 +25,7 @@ from minitf.data.frame import Frame
 from minitf.data.packing import PackedRows, best_fit, cut
 from minitf.data.store import MANIFEST, SPLITS, Joined, Replaced, Store
 from minitf.data.tokenizer import FILE, Tokenizer
+from minitf.distributed import leave_absent_tpu
 from minitf.model.transformer import with_any_kernel
 from minitf.paths import given
 from minitf.sharding import MeshConfig
@@ -190,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
+    leave_absent_tpu()
     try:
         workdir, mesh = run.resolve(args.workdir), sharding.make_mesh(MeshConfig())
         model = run.load_model(workdir, args.step, mesh)

@@ -21,6 +21,7 @@ from minitf import run, sharding
 from minitf.data import chat
 from minitf.data.frame import Frame
 from minitf.data.tokenizer import Tokenizer
+from minitf.distributed import leave_absent_tpu
 from minitf.paths import given
 from minitf.sampling import TEMPERATURE, Completion, Sampler, Sampling, complete, prepared, prompt_ids
 from minitf.sharding import AXES, MeshConfig
@@ -323,6 +324,7 @@ def checked(args: argparse.Namespace) -> Sampling:
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments().parse_args(argv)
+    leave_absent_tpu()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding must not end a text
     try:

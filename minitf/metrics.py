@@ -11,6 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
@@ -98,6 +100,28 @@ def peak_flops(devices: list, dtype: str) -> float:
         return listed
     # CPU devices share a machine, and so may processes, which measure at the same time.
     return measured_flops(dtype) * (jax.process_count() if devices[0].platform == "cpu" else len(devices))
+
+
+def measured_apart(devices: list, dtype: str) -> float:
+    """`peak_flops` while a program is under way, in a thread of its own, to which the mesh around does not reach."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(peak_flops, devices, dtype).result()
+
+
+def free_memory(device: Any) -> float | None:
+    """Bytes that a program can still have on a device: of a CPU, what the machine and its limits leave; None: not known."""
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:  # not Linux
+        return None
+    free = 1024.0 * sum(int(lines[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
+    with contextlib.suppress(OSError, ValueError):  # of a container; "max" is no limit
+        here = Path("/sys/fs/cgroup")
+        free = min(free, int((here / "memory.max").read_text()) - int((here / "memory.current").read_text()))
+    return free
 
 
 def group_of(name: str) -> str:

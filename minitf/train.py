@@ -1,5 +1,13 @@
 """Trains a model: python -m minitf.train --config configs/tiny.py [--workdir DIR] [--config.NAME=VALUE ...]"""
 
+import sys
+import threading
+
+if __name__ == "__main__":  # what is imported below takes half a minute where nothing of it is cached
+    starting = threading.Timer(0.8, lambda: print("starting: importing JAX", file=sys.stderr, flush=True))
+    starting.daemon = True
+    starting.start()
+
 import argparse
 import contextlib
 import dataclasses
@@ -9,7 +17,6 @@ import hashlib
 import math
 import os
 import subprocess
-import sys
 import time
 import traceback
 from collections import deque
@@ -35,7 +42,18 @@ from minitf.data.mixture import Phase, with_weights
 from minitf.data.store import DataError
 from minitf.data.tokenizer import Tokenizer, save_tokenizer
 from minitf.distributed import StopRequest, Vote, Watchdog, process_age, stop_on_signals
-from minitf.metrics import Events, MetricWriter, NoWriter, StartUp, StepClock, peak_flops
+from minitf.metrics import (
+    Events,
+    MetricWriter,
+    NoWriter,
+    StartUp,
+    StepClock,
+    free_memory,
+    human,
+    listed_flops,
+    measured_apart,
+    peak_flops,
+)
 from minitf.model import attention
 from minitf.model.transformer import flops_per_token, model_params, pattern, with_kernel
 from minitf.optimizer import SCHEDULES, make_optimizer, make_schedule
@@ -293,6 +311,10 @@ class NonFinite(Exception):
     """A loss, gradient or parameter that is not finite where the config says to stop."""
 
 
+class TooLarge(Exception):
+    """The step does not fit into the memory."""
+
+
 class Refused(Exception):
     """The run of the work directory cannot go on as this job."""
 
@@ -353,6 +375,24 @@ def check_same_run(job: Job, saved: dict[str, Any]) -> None:
         )
 
 
+LOWER = "batch_size, accumulation (more), model.remat=full, loss.chunk, seq_len, or a mesh of more devices lower it"
+
+
+def check_memory(step: jax.stages.Compiled, devices: list) -> None:
+    """Raises TooLarge where what the step needs beside its arguments, which are there already, is more than there is."""
+    found = step.memory_analysis()
+    free = [free_memory(d) for d in devices]
+    if found is None or None in free:
+        return
+    needed = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    # On a CPU all devices share what there is.
+    shared = len(devices) if devices[0].platform == "cpu" else 1
+    if needed * shared > min(free):
+        raise TooLarge(
+            f"the step needs {human(needed * shared)}B beside the state, and there are {human(min(free))}B; {LOWER}"
+        )
+
+
 def schedule_change(job: Job, saved: dict[str, Any], updates: int) -> str | None:
     """What a run that goes on under another schedule than its checkpoint's says of its next rate; None: it is the same one.
     `updates`: how many were applied."""
@@ -401,7 +441,8 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
     flops = flops_per_token(cfg.model, job.specs, cfg.seq_len)
     functions = program(job)
     with start_up.phase("peak rate"):
-        peak = peak_flops(list(job.mesh.devices.flat), cfg.model.dtype)
+        devices = list(job.mesh.devices.flat)
+        peak, is_listed = peak_flops(devices, cfg.model.dtype), listed_flops(devices, cfg.model.dtype) is not None
     first_process = distributed.is_first()  # the one that writes files, checkpoints aside
     limit = None if cfg.max_run_time is None else config_lib.seconds("max_run_time", cfg.max_run_time)
 
@@ -519,6 +560,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         with events.timed("compile") as event:
             # Once: a batch of another shape would be an error.
             step_fn = functions.step.lower(state, ahead[0]).compile()
+        check_memory(step_fn, list(job.mesh.local_devices))
         compile_time: float | None = event["seconds"]
         start_up.phases["compile"] = compile_time
         writer.say(f"compiled in {compile_time:.1f} s")
@@ -543,7 +585,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
 
         def finish(step: int, metrics: dict[str, jax.Array]) -> None:
             """Reads a step's metrics, which waits for it, and logs them where due."""
-            nonlocal latest, compile_time, tokens_seen
+            nonlocal latest, compile_time, tokens_seen, peak
             latest = metrics
             hashes.append(checksum.hexadecimal(np.asarray(metrics.pop("batch"))))
             counts.append(int(metrics.pop("tokens")))
@@ -568,6 +610,11 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                 return
             took = lap(step)
             step_time = took["seconds"] / (took["last"] - took["first"] + 1)
+            if flops * positions_a_step / step_time > peak and not is_listed:
+                again = measured_apart(devices, cfg.model.dtype)
+                if again > peak:
+                    writer.say(f"peak rate: {human(peak)}FLOP/s was exceeded, measured again: {human(again)}FLOP/s")
+                peak = max(peak, again)
             values = jax.device_get(metrics) | {
                 "train/tokens_seen": tokens_seen,
                 "perf/step_time_s": step_time,
@@ -654,6 +701,9 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                     return FAILED if failing else INTERRUPTED
             checkpoints.wait()
             events.add("stop", step=job.steps, reason="done")
+            if job.tokenizer is not None and cfg.checkpoint.last:
+                chat = " --chat" if job.frame.template is not None else ""
+                writer.say(f"done; talk to it with: python -m minitf.generate --workdir {workdir}{chat}")
             return 0
         except BaseException as e:
             with contextlib.suppress(OSError):  # the disk may be full: the first error is the one to tell
@@ -704,6 +754,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.print_config:
             print(config_lib.to_json(cfg), end="")
             return 0
+        distributed.leave_absent_tpu()
         workdir = run.resolve(default_workdir(args.config) if args.workdir is None else args.workdir)
         use_compilation_cache(cfg.compilation_cache, workdir)
         if cfg.keep_memory:
@@ -741,9 +792,9 @@ def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None, start_up
     """`train`, with one message in place of a traceback for what may happen to a sound program."""
     try:
         return train(job, workdir, lock, start_up)
-    except (Refused, NonFinite, DamagedError) as e:  # every process meets these, at the same step
+    except (Refused, TooLarge, NonFinite, DamagedError) as e:  # every process meets these, at the same step
         text = f"not finite at {e}" if isinstance(e, NonFinite) else str(e)
-        status = {Refused: MISTAKE, NonFinite: NONFINITE, DamagedError: FAILED}[type(e)]
+        status = {Refused: MISTAKE, TooLarge: MISTAKE, NonFinite: NONFINITE, DamagedError: FAILED}[type(e)]
         if distributed.is_first():
             print(f"error: {text}", file=sys.stderr)
         return status
@@ -753,6 +804,11 @@ def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None, start_up
             traceback.print_exception(e)
         print(f"error: {e.__cause__ if mistake else e}", file=sys.stderr)
         return MISTAKE if mistake else FAILED
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e) or jax.process_count() > 1:  # of several, the others wait: see `guarded`
+            raise
+        print(f"error: out of memory: {str(e).splitlines()[0]}; {LOWER}", file=sys.stderr)
+        return FAILED
     except (DataError, SaveError, OSError) as e:
         if isinstance(e, OSError) and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -766,4 +822,5 @@ def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None, start_up
 
 
 if __name__ == "__main__":
+    starting.cancel()
     sys.exit(main())

@@ -326,7 +326,7 @@ def test_mistake_in_a_config_file_gives_file_and_line(statement, message, form, 
         ("c.py", "def get_config(size): pass", "c.py: TypeError: get_config() missing 1 required positional argument"),
         ("c.py", "import nosuchmodule", "c.py, line 1: ModuleNotFoundError: No module named 'nosuchmodule'"),
         ("c.py", "x = '\0'", "c.py: SyntaxError: source code string cannot contain null bytes"),
-        ("c.json", "{}", "c.json: ValueError: it has no function get_config()"),
+        ("c.json", "{}", "c.json: is no Python file with get_config()"),
     ],
 )  # fmt: skip
 def test_file_that_is_no_config_is_refused(name, text, message, tmp_path):
@@ -680,3 +680,45 @@ def test_compiler_options_are_given_by_platform_and_truth_in_the_compilers_words
     assert given.of("cpu") == {"xla_a": "True", "xla_b": "x=y"}
     assert given.of("gpu") == {}
     assert given.of("tpu") == {"xla_c": "3", "xla_d": "False"}
+
+
+SCHEDULED = """
+from minitf import config
+
+def get_config():
+    c = config.default()
+    c.steps = 300
+    c.optimizer.schedule = "warmup_stable_decay"
+    c.optimizer.warmup_steps = 20
+    c.optimizer.decay_steps = 60
+    return c
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"steps": 300}, (20, 60)),
+        ({"steps": 600}, (20, 60)),
+        ({"steps": 100}, (20, 60)),  # it fits
+        ({"steps": 70}, (20, 14)),
+        ({"steps": 10}, (1, 2)),
+        ({"steps": 2}, (1, 1)),
+        ({"steps": 1}, (0, 1)),
+        ({"steps": 10, "optimizer.warmup_steps": 4}, (4, 2)),
+    ],
+)
+def test_a_schedule_of_the_file_is_shortened_with_the_run_in_proportion(overrides, expected, tmp_path, capsys):
+    (tmp_path / "c.py").write_text(SCHEDULED)
+    cfg = parse("--config", tmp_path / "c.py", *(f"--config.{k}={v}" for k, v in overrides.items()))
+    assert (cfg.optimizer.warmup_steps, cfg.optimizer.decay_steps) == expected
+    err = capsys.readouterr().err
+    assert ("in the place of the config file's 300: optimizer." in err) == (expected != (20, 60))
+
+
+def test_what_the_command_line_gives_and_does_not_fit_is_refused(tmp_path):
+    (tmp_path / "c.py").write_text(SCHEDULED)
+    with pytest.raises(ValueError, match="warmup_steps=20: longer than the run of 10 steps"):
+        parse("--config", tmp_path / "c.py", "--config.steps=10", "--config.optimizer.warmup_steps=20")
+    with pytest.raises(ValueError, match="decay_steps=60: must be from 1 to 9"):
+        parse("--config", tmp_path / "c.py", "--config.steps=10", "--config.optimizer.decay_steps=60")
