@@ -190,7 +190,8 @@ class Checkpoints:
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree), about=ocp.args.JsonSave(about)),
-                metrics=None if loss is None else {"loss": loss},
+                # What is no number is never the best.
+                metrics={"loss": loss} if loss is not None and math.isfinite(loss) else None,
                 force=True,
             )
         except Exception as e:
@@ -300,7 +301,8 @@ class Checkpoints:
 
 
 def loss_of(metrics: dict[str, float]) -> float:
-    return metrics["loss"]
+    """What orders checkpoints. Older ones may hold NaN, which has no place in an order."""
+    return metrics["loss"] if math.isfinite(metrics["loss"]) else math.inf
 
 
 @functools.cache

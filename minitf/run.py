@@ -258,8 +258,9 @@ def has_checkpoint(workdir: epath.Path) -> bool:
 
 
 def begin(workdir: epath.Path, cfg: Config, overwrite: bool = False) -> tuple[bool, list[str]]:
-    """(whether a run was here already, its settings that change now as lines `name: old -> new`). Writes the resolved config.
-    Raises ValueError where the directory holds another run, with the old and new values."""
+    """(whether a run was here already, its settings that change now as lines `name: old -> new`). Writes the resolved config of a
+    new run; one that goes on takes it over when its checkpoint has been accepted. Raises ValueError where the directory holds
+    another run, with the old and new values."""
     for parent in workdir.parents:
         if parent.name == "checkpoints" and (parent.parent / "config.json").exists():
             raise ValueError(f"--workdir {workdir}: lies inside the checkpoints of the run {parent.parent}")
@@ -290,8 +291,13 @@ def begin(workdir: epath.Path, cfg: Config, overwrite: bool = False) -> tuple[bo
             )
         if stored[1]:
             changed.append(f"new since: {', '.join(stored[1])}")
-    write_whole(workdir / "config.json", config_lib.to_json(cfg))
+    if stored is None:
+        store_config(workdir, cfg)
     return stored is not None, changed
+
+
+def store_config(workdir: epath.Path, cfg: Config) -> None:
+    write_whole(workdir / "config.json", config_lib.to_json(cfg))
 
 
 # ---- its model

@@ -6,7 +6,8 @@ import threading
 if __name__ == "__main__":  # what is imported below takes half a minute where nothing of it is cached
     starting = threading.Timer(0.8, lambda: print("starting: importing JAX", file=sys.stderr, flush=True))
     starting.daemon = True
-    starting.start()
+    if sys.stderr is not None and sys.stderr.isatty():  # someone waits
+        starting.start()
 
 import argparse
 import contextlib
@@ -469,6 +470,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         if first_process and job.tokenizer is not None:
             save_tokenizer(job.tokenizer, workdir)
         if first_process:
+            run.store_config(workdir, cfg)
             run.store_frame(workdir, job.frame)
         start = None if restored is None else first
         validation = sum(len(c.val) for c in job.corpora) if evaluates_a_part(job) else None

@@ -1,6 +1,7 @@
 """Checkpoints by themselves: what is saved comes back, what is damaged does not, and nothing is skipped in silence."""
 
 import contextlib
+import math
 import os
 import resource
 
@@ -13,7 +14,7 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitf.checkpoint import CheckpointConfig, Checkpoints, DamagedError, SaveError, check_fit
+from minitf.checkpoint import CheckpointConfig, Checkpoints, DamagedError, SaveError, check_fit, loss_of
 
 
 def tree(n: int = 0, size: int = 64) -> dict:
@@ -313,3 +314,19 @@ def test_saved_floats_are_the_same_numbers_on_the_way_back(directory):
     restored = Checkpoints(directory).restore_newest(target(state)).tree
     np.testing.assert_array_equal(np.asarray(restored["x"]).view(np.uint32), np.asarray(state["x"]).view(np.uint32))
     assert_close({"x": restored["x"][2:]}, {"x": state["x"][2:]}, 0.0)
+
+
+def test_what_is_no_number_is_never_the_best(tmp_path):
+    cfg = CheckpointConfig(keep=1, keep_best=1)
+    state = {"a": jnp.ones(3)}
+    with Checkpoints(epath.Path(tmp_path) / "c", cfg) as checkpoints:
+        for step, loss in enumerate([2.0, math.nan, 3.0, math.inf], 1):
+            checkpoints.save(step, state, {}, loss)
+            checkpoints.wait()
+        assert checkpoints.lowest_loss() == 2.0
+    with Checkpoints(epath.Path(tmp_path) / "c", cfg) as checkpoints:
+        assert checkpoints.lowest_loss() == 2.0
+        checkpoints.save(5, state, {}, math.nan)
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 5]
+    assert loss_of({"loss": math.nan}) == math.inf

@@ -755,5 +755,8 @@ def test_default_work_directory_is_named_after_the_config_file(tiny, tmp_path):
 def test_mistake_is_one_line_on_stderr_and_status_2(tiny, tmp_path):
     ended = run_module("minitf.train", "--config", tiny, "--config.model.dimm=3", cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "error: --config.model.dimm: no setting 'dimm' in model; did you mean 'dim'?\n"
+    assert ended.stderr.startswith(
+        "error: --config.model.dimm: no setting 'dimm' in model; did you mean 'dim'?; --print_config"
+    )
+    assert ended.stderr.count("\n") == 1
     assert not any(tmp_path.iterdir())

@@ -291,3 +291,15 @@ def test_P43_documents_beyond_2_31_begin_where_they_should(large):
     documents = np.searchsorted(offsets, t, side="right")
     np.testing.assert_array_equal(by_offsets[i]["weights"], documents[1:] == documents[:-1])
     np.testing.assert_array_equal(by_offsets[i]["segments"], documents[:-1] - documents[0] + 1)
+
+
+def test_ids_that_are_halves_of_wider_ones_are_refused(tmp_path):
+    ids = np.arange(5, 60)
+    ids.astype("<u4").tofile(tmp_path / "x.bin")
+    with pytest.raises(
+        ValueError, match=r"x\.bin: every second id is 0: .* wider ids than uint16 \(data\.token_dtype\)"
+    ):
+        open_tokens(tmp_path / "x.bin", "uint16", 100, None)
+    assert open_tokens(tmp_path / "x.bin", "uint32", 100, None).ids.tolist() == ids.tolist()
+    np.zeros(64, "<u2").tofile(tmp_path / "zeros.bin")
+    open_tokens(tmp_path / "zeros.bin", "uint16", 100, None)

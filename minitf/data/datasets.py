@@ -28,7 +28,7 @@ from minitf.data.store import (
     open_tokens,
     read_manifest,
 )
-from minitf.data.tokenizer import FILE, Tokenizer, id_dtype, load_tokenizer, make_tokenizer
+from minitf.data.tokenizer import FILE, Tokenizer, as_unicode, id_dtype, load_tokenizer, make_tokenizer
 from minitf.paths import FIRST, container, files_below, given
 from minitf.tables import pick
 
@@ -186,6 +186,8 @@ def load_text(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corp
             chars = text.decode("utf-8")
             cut = len(chars[: int(len(chars) * share)].encode())
         except UnicodeDecodeError:
+            if cfg.tokenizer != "bytes":
+                as_unicode(text, name)  # raises, with the place in the file and not in a part of it
             cut = int(len(text) * share)
         return from_splits(cfg, [(name, text[:cut])], [(name, text[cut:])], framing)
     val = None if cfg.val_path is None else read_text(cfg.val_path, "data.val_path")[0]

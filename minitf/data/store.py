@@ -185,7 +185,18 @@ def open_tokens(path: Path, dtype: str, vocab_size: int, eos: int | None) -> Sto
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:
         raise ValueError(f"{path}: {size} bytes are no whole number of {dtype} ids (data.token_dtype)")
-    return Store(str(path), mapped(path, np.dtype(dtype).newbyteorder("<"), size // width), vocab_size, eos=eos)
+    ids = mapped(path, np.dtype(dtype).newbyteorder("<"), size // width)
+    check_width(ids, str(path), "data.token_dtype")
+    return Store(str(path), ids, vocab_size, eos=eos)
+
+
+def check_width(ids: np.ndarray, source: str, setting: str) -> None:
+    """Raises ValueError where ids seem to be the halves of wider ones: every second is 0, and not all are."""
+    some = np.asarray(ids[: 2 * (min(len(ids), 8192) // 2)])
+    if len(some) >= 16 and not some[1::2].any() and some[::2].any():
+        raise ValueError(
+            f"{source}: every second id is 0: the file seems to hold wider ids than {ids.dtype.name} ({setting})"
+        )
 
 
 # ---- a store on disk: DIR/manifest.json, and for each shard of a split SPLIT-00000.bin (ids), .idx (offsets) and, where some

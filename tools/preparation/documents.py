@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from minitf.data.chat import chatml_pieces
+from minitf.data.store import check_width
 from minitf.paths import FIRST, container, files_below, given
 
 BLOCK = 8 << 20  # bytes of a text that are in memory at a time
@@ -464,6 +465,12 @@ def id_records(span: Span, packed: str, reading: Reading, position: Position) ->
     if size % width:
         raise Unreadable(f"{span.path}: {size} bytes are no whole number of {reading.token_dtype} ids (--token_dtype)")
     start, stop, end = -(-span.start // width), -(-span.stop // width), size // width
+    if start == 0:
+        first = np.fromfile(span.path, np.dtype(reading.token_dtype).newbyteorder("<"), min(end, 8192))
+        try:
+            check_width(first, span.path, "--token_dtype")
+        except ValueError as e:
+            raise Unreadable(str(e)) from None
 
     def record(first: int, last: int) -> Record:
         where = functools.partial("{}, token {}".format, span.path, first)
