@@ -38,6 +38,7 @@ def get_config(variant=""):
     c.model.tie_embeddings = True
     c.model.init = "gpt2"
     c.model.dtype = "bfloat16"
+    c.loss.chunk = 128
     c.optimizer.learning_rate = 6e-4
     c.optimizer.end_learning_rate = 6e-5
     c.optimizer.warmup_steps = 2000

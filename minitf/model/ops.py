@@ -41,9 +41,10 @@ def product_bwd(inputs, transposed, dtype, kept, g):
     x, w = kept
     rows = x.shape[: x.ndim - inputs]
     x_rows, g = x.reshape(*rows, -1), g.astype(x.dtype).reshape(*rows, -1)
-    dw = row_sum(outer, g, x_rows)
+    # In w's own order where it is summed over devices.
+    dw = row_sum(outer if transposed else lambda g, x: outer(g, x).T, g, x_rows)
     dx = matmul(g, w if transposed else w.reshape(-1, g.shape[-1]), transposed=not transposed)
-    return dx.reshape(x.shape), (dw if transposed else dw.T).reshape(w.shape).astype(w.dtype)
+    return dx.reshape(x.shape), dw.reshape(w.shape).astype(w.dtype)
 
 
 product.defvjp(product_fwd, product_bwd)
