@@ -169,5 +169,5 @@ def loss_sums(
 
 
 def mean(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """total / weight, and 0 where nothing counts."""
-    return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
+    """total / weight, and 0 where nothing counts; a weight that is no number is not hidden by it."""
+    return jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
