@@ -143,6 +143,7 @@ WAYS = {  # to compute the same
     ),
     "accumulation": dict(accumulation=2),
     "loss_chunk": dict(loss__chunk=6),  # with a rest
+    "loss_passes": dict(loss__chunk=6, loss__passes=2),
     **{f"mesh_{name}": on(sizes) for name, sizes in MESHES.items()},
     **{f"manual_{name}": on(sizes, collectives="manual") for name, sizes in MANUAL.items()},
     "manual_fsdp_inner": on((1, 8, 1), collectives="manual", fsdp_inner=2),
@@ -154,6 +155,7 @@ HOW = (
     "mesh",
     "accumulation",
     "loss__chunk",
+    "loss__passes",
     "model__dtype",
     "model__remat",
     "model__unroll",
