@@ -1,7 +1,7 @@
 """The next-token loss as sums over tokens, in chunks of the sequence so that whole logits need never exist.
 
-The gradient is formed in the forward pass, chunk by chunk, while a chunk's logits are there: nothing of them is kept or computed
-again, and the head's gradient is summed over devices once.
+The gradient is formed in the forward pass, chunk by chunk, while a chunk's logits are there: nothing of them is kept, nothing is
+computed again unless `passes` asks for it, and the head's gradient is summed over devices once.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from minitf.sharding import added, by_shard, travels
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     z_loss: float | None = None  # weight of the mean squared log-partition (PaLM, arXiv:2204.02311); None: not formed
-    # Positions whose logits exist at once; None: all. The head's gradient, in float32, is read and written for each chunk.
+    # Positions whose logits exist at once; None: all. For each chunk the head's gradient, in float32, is read and written.
     chunk: int | None = 256
-    # In as many parts, of rows of the head, is its gradient formed: one of them is in float32 at a time, where whole it would be the
-    # largest array of a model with many ids, and each forms the logits anew.
+    # Parts in which the head's gradient is formed, each over all chunks: one at a time is in float32, which of the whole would be
+    # the largest array of a model with many ids. Each forms the logits anew.
     passes: int = 1
 
 

@@ -24,12 +24,12 @@ def matmul(x: jax.Array, w: jax.Array, inputs: int = 1, *, transposed: bool = Fa
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(x: jax.Array, w: jax.Array, inputs: int, transposed: bool, dtype: Any) -> jax.Array:
     """`matmul`. What differs from autodiff is that the gradient by w, a sum over tokens, is formed in float32 on each device."""
-    contracted = math.prod(w.shape[:inputs])
     rows, columns = x.shape[: x.ndim - inputs], w.shape[:1] if transposed else w.shape[inputs:]
-    # Not w.T where transposed: for one row of x XLA's CPU compiler would write it out.
-    w = w.astype(x.dtype) if transposed else w.astype(x.dtype).reshape(contracted, -1)
-    dims = (((1,), (1 if transposed else 0,)), ((), ()))
-    y = jax.lax.dot_general(x.reshape(-1, w.shape[dims[0][1][0]]), w, dims, preferred_element_type=dtype)
+    contracted = math.prod(x.shape[x.ndim - inputs :])
+    w = w.astype(x.dtype).reshape((-1, contracted) if transposed else (contracted, -1))
+    # Not w.T: for one row of x XLA's CPU compiler would write it out.
+    dims = ((1,), (1 if transposed else 0,)), ((), ())
+    y = jax.lax.dot_general(x.reshape(-1, contracted), w, dims, preferred_element_type=dtype)
     return y.reshape(*rows, *columns)
 
 
