@@ -1,5 +1,6 @@
 """One step: gradients, update and metrics; and the step of evaluation. Pure functions of state and batch."""
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -93,20 +94,25 @@ def train_step(
     not applied, and leaves the optimizer's state as it was."""
     losses, grads = gradients(state.params, batch, state.step, cfg)
     norm = optax.tree.norm(grads)
-    # Formed once, for norms and sum. The new optimizer state is left to the loop below, so that no second one is kept.
-    updates, _ = tx.update(grads, state.opt_state, state.params)
-    updates = jax.lax.optimization_barrier(updates)
-    update_norms = group_norms("update", updates)
-    would_be = group_norms("parameter", optax.apply_updates(state.params, updates))
-    finite = jnp.all(jnp.isfinite(jnp.stack([losses["loss"], norm, *update_norms.values(), *would_be.values()])))
+    finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(norm)
 
     def apply(carry: Any) -> Any:
-        _, params, opt_state = carry
-        _, opt_state = tx.update(grads, opt_state, params)
-        return jnp.bool_(False), optax.apply_updates(params, updates), opt_state
+        _, params, opt_state, _, _ = carry
+        updates, new_state = tx.update(grads, opt_state, params)
+        updates = jax.lax.optimization_barrier(updates)  # formed once, for norms and sum
+        new_params, norms = optax.apply_updates(params, updates), group_norms("update", updates)
+        would_be = group_norms("parameter", new_params)
+        ok = jnp.all(jnp.isfinite(jnp.stack([*norms.values(), *would_be.values()])))
+        kept = lambda new, old: jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+        norms = {name: jnp.where(ok, value, 0.0) for name, value in norms.items()}
+        return jnp.bool_(False), kept(new_params, params), kept(new_state, opt_state), norms, ok
 
-    # A loop of at most one turn and not a `cond`: what a loop carries is written where it stands, a branch has its own copy.
-    _, params, opt_state = jax.lax.while_loop(lambda carry: carry[0], apply, (finite, state.params, state.opt_state))
+    # A loop of at most one turn and not a `cond`: what a loop carries is written where it stands, a branch has its own copy. The
+    # update is formed inside: before the loop, XLA's CPU compiler lets collectives of several devices wait for one another.
+    none = jax.tree.map(jnp.zeros_like, jax.eval_shape(functools.partial(group_norms, "update"), state.params))
+    _, params, opt_state, update_norms, finite = jax.lax.while_loop(
+        lambda carry: carry[0], apply, (finite, state.params, state.opt_state, none, jnp.bool_(False))
+    )
     skipped = state.skipped + ~finite
     metrics = {f"train/{name}": value for name, value in losses.items()}
     metrics |= {
@@ -115,7 +121,7 @@ def train_step(
         "train/grad_norm": norm,
         "train/skipped_steps": skipped,
         **group_norms("gradient", grads),
-        **{name: jnp.where(finite, value, 0.0) for name, value in update_norms.items()},
+        **update_norms,
         **group_norms("parameter", params),
         "finite": finite,
         "batch": checksum(batch["inputs"]),
