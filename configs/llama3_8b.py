@@ -37,7 +37,7 @@ def get_config():
     c.model.init = "gpt2"
     c.model.dtype = "bfloat16"
     c.model.remat = "full"
-    c.loss.chunk = 1024
+    c.loss.chunk = 512
     c.loss.passes = 2
     c.optimizer.learning_rate = 3e-4
     c.optimizer.end_learning_rate = 3e-5

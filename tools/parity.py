@@ -10,7 +10,7 @@ and transformers are installed (extra `parity`), small random models of every fa
 theirs, too. --peer trains beside nanoGPT from its own initial values, by the same optimizer on the same rows, for 100 steps.
 
 Eight devices are simulated on a CPU (JAX_NUM_CPU_DEVICES changes that); what cannot run on these devices is said and not counted.
-About five minutes of CPU time, mostly compilation. Exit status: 0 all equal, 1 a miss, 2 a mistake. docs/parity.md says more.
+About three minutes on two cores, mostly compilation. Exit status: 0 all equal, 1 a miss, 2 a mistake. docs/parity.md says more.
 """
 
 import argparse
