@@ -570,9 +570,9 @@ def validate(cfg: Config) -> None:
     require("checkpoint.every_minutes", every, every is None or 0 < every < math.inf, "a number above 0")
     for name, value in dataclasses.asdict(cfg.distributed).items():  # JAX counts both in whole seconds
         require(f"distributed.{name}", value, 1 <= value <= LONGEST, f"at least 1 second and at most {LONGEST:g}")
-    for name, value in {"factor": cfg.watchdog.factor, "at_least": cfg.watchdog.at_least}.items():
-        constraint = f"a number above 0 and at most {LONGEST:g}"
-        require(f"watchdog.{name}", value, value is None or 0 < value <= LONGEST, constraint)
+    times = {"watchdog.factor": cfg.watchdog.factor, "watchdog.at_least": cfg.watchdog.at_least}
+    for name, value in {**times, "data.timeout": d.timeout}.items():
+        require(name, value, value is None or 0 < value <= LONGEST, f"a number above 0 and at most {LONGEST:g}")
     require(
         "optimizer.warmup_steps", o.warmup_steps, 0 <= o.warmup_steps < 2**31, "at least 0 and below 2147483648 (2^31)"
     )

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -204,6 +205,39 @@ def same_everywhere(what: str, value: str) -> None:
 
 # ---- asked to end
 
+FAILED, MISTAKE, INTERRUPTED, NONFINITE = 1, 2, 3, 4  # exit statuses; a mistake is the user's
+POLL = 0.25  # seconds from one look to the next
+BY_ITSELF = 3.0  # seconds that work which is left behind may take to end
+ENDING = 5.0  # seconds that the interpreter may take to end
+LEFT_BEHIND = "left behind"
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with the status that main() returns, or as an error that it raises would, but within some seconds: what
+    still runs on threads, or waits for a storage that is gone, has nothing left to do."""
+    try:
+        status = main()
+    except SystemExit as e:
+        if isinstance(e.code, str):
+            print(e.code, file=sys.stderr)
+        status = e.code if isinstance(e.code, int) else 0 if e.code is None else FAILED
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        status = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        status = FAILED
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if any(t.name == LEFT_BEHIND for t in threading.enumerate()):
+        os._exit(status)  # it may be in the middle of a computation, whose devices must not go under it
+    if not jax.distributed.is_initialized():  # of several, each waits for the others, and not longer than that may take
+        timer = threading.Timer(ENDING, os._exit, (status,))
+        timer.daemon = True
+        timer.start()
+    sys.exit(status)
+
 
 def start_ticks(pid: int) -> int | None:
     """When a process of this machine began, in clock ticks since boot; 0 where the system does not tell (it is not Linux);
@@ -229,6 +263,14 @@ def process_age() -> float:
     return time.perf_counter() - minitf.STARTED
 
 
+class Stopped(Exception):
+    """The run is to end here: of all processes, together. `status`: of the process."""
+
+    def __init__(self, why: str, status: int):
+        super().__init__(why)
+        self.status = status
+
+
 class StopRequest:
     """Why the run is to end; None: go on."""
 
@@ -241,6 +283,49 @@ class StopRequest:
     @property
     def reason(self) -> str | None:
         return self.signal or ("max_run_time" if time.monotonic() >= self._end else None)
+
+    def ballot(self, failed: bool = False) -> list[int]:
+        """What a process casts to end all: whether it is asked to, and whether it has failed. See `stopped`."""
+        reason = self.reason
+        return [
+            0 if reason is None else self.REASONS.index(reason) + 1,
+            jax.process_index() + 1 if failed else 0,
+        ]
+
+    def stopped(self, asked: int, failing: int) -> Stopped | None:
+        """What the processes have decided by their ballots; None: to go on."""
+        if failing:
+            return Stopped(f"an error in process {failing - 1}", FAILED)
+        return Stopped(self.REASONS[asked - 1], INTERRUPTED) if asked else None
+
+    def check(self) -> None:
+        """Raises Stopped in all processes where one is asked to end. Every process must come here."""
+        found = self.stopped(*Vote(self.ballot()).read())
+        if found is not None:
+            raise found
+
+    def unless_asked(self, work: Callable[[], Any]) -> Any:
+        """work(), which may be left undone. Raises Stopped as soon as this process is asked to end: what then still runs, on a
+        thread, is given a little time to end by itself, and left behind (`leave`). Of several processes, which may have to
+        wait for one another in it, it is called as it is, and they decide behind it."""
+        if jax.process_count() > 1:
+            found = work()
+            self.check()
+            return found
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as e:
+                future.set_exception(e)
+
+        threading.Thread(target=run, daemon=True, name=LEFT_BEHIND).start()
+        while not wait([future], timeout=POLL).done and self.reason is None:
+            pass
+        if not wait([future], timeout=BY_ITSELF).done:
+            self.check()
+        return future.result()
 
 
 @contextlib.contextmanager

@@ -232,7 +232,7 @@ FIXED = ("batch_size", "seq_len", "seed", "model", "data", "optimizer.kind", "op
 FREE = (  # of these, what changes how a step is computed or where the same data lie (their checksums are compared)
     *("model.remat", "model.unroll", "model.dtype", "model.dropout", "model.attention.implementation"),
     *("model.attention.block_q", "model.attention.block_kv", "model.attention.dropout"),
-    *("data.threads", "data.prefetch", "data.workers"),
+    *("data.threads", "data.prefetch", "data.workers", "data.timeout"),
     *("data.path", "data.val_path", "data.mixture"),
 )
 

@@ -451,11 +451,24 @@ class SampleConfig:
         return Sampling(temperature=self.temperature, top_k=self.top_k)
 
 
-def sample(sampler: Sampler, params: Any, tokenizer: Tokenizer, frame: Frame, cfg: SampleConfig, seed: int) -> str:
-    """What the model makes of the prompts, each under a line of its own."""
+PIECE = 64  # tokens that are drawn from one call of `between` to the next
+
+
+def sample(
+    sampler: Sampler,
+    params: Any,
+    tokenizer: Tokenizer,
+    frame: Frame,
+    cfg: SampleConfig,
+    seed: int,
+    between: Callable[[], None] = lambda: None,
+) -> str:
+    """What the model makes of the prompts, each under a line of its own. `between` is called between pieces of them; what it
+    raises ends them."""
     prompts = fixed_prompts(sampler, tokenizer, frame, cfg)
     n = sampler.room(prompts, cfg.max_new_tokens)
-    found = complete(sampler, params, tokenizer, prompts, n, cfg.sampling(), seed=seed)
+    pieces = dict(chunk=PIECE, show=lambda completions: between())
+    found = complete(sampler, params, tokenizer, prompts, n, cfg.sampling(), seed=seed, **pieces)
     return "\n".join(f"--- {text!r}\n{text}{c.text}" for text, c in zip(cfg.prompts, found, strict=True))
 
 

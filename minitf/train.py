@@ -15,6 +15,7 @@ import dataclasses
 import errno
 import functools
 import hashlib
+import itertools
 import math
 import os
 import subprocess
@@ -39,10 +40,21 @@ from minitf.config import Config
 from minitf.data import datasets, pipeline
 from minitf.data import frame as frames
 from minitf.data.frame import Frame
+from minitf.data.loader import LoaderError
 from minitf.data.mixture import Phase, with_weights
 from minitf.data.store import DataError
 from minitf.data.tokenizer import Tokenizer, save_tokenizer
-from minitf.distributed import StopRequest, Vote, Watchdog, process_age, stop_on_signals
+from minitf.distributed import (
+    FAILED,
+    MISTAKE,
+    NONFINITE,
+    Stopped,
+    StopRequest,
+    Vote,
+    Watchdog,
+    process_age,
+    stop_on_signals,
+)
 from minitf.metrics import (
     Events,
     MetricWriter,
@@ -64,9 +76,6 @@ from minitf.sharding import surroundings
 from minitf.state import TrainState, abstract_state, first_state, init_state, state_shardings
 from minitf.step import Batch, eval_step, evaluate, train_step
 from minitf.terminal import lasting_output
-
-FAILED, MISTAKE, INTERRUPTED, NONFINITE = 1, 2, 3, 4  # exit statuses; a mistake is the user's
-
 
 # ---- a run
 
@@ -270,12 +279,15 @@ def program(job: Job) -> Program:
     )
 
 
-def training_batches(job: Job, start: int = 0, mixed: list[Phase] | None = None) -> Iterator[Batch]:
-    """The global batches from number `start` on. `mixed`: see `phases`; None: as for a new run."""
+def training_batches(
+    job: Job, start: int = 0, mixed: list[Phase] | None = None, until: Callable[[], bool] = lambda: False
+) -> Iterator[Batch]:
+    """The global batches from number `start` on. `mixed`: see `phases`; None: as for a new run. `until`: of
+    `pipeline.batches`."""
     cfg = job.cfg
     stores = [c.train for c in job.corpora]
     rows = pipeline.mixed_rows(stores, phases(job) if mixed is None else mixed, cfg.seq_len, cfg.data, cfg.seed)
-    return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data, start)
+    return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data, start, until)
 
 
 def phases(job: Job, saved: dict[str, Any] | None = None) -> list[Phase]:
@@ -290,10 +302,29 @@ def phases(job: Job, saved: dict[str, Any] | None = None) -> list[Phase]:
     return with_weights(known, tuple(weight for _, weight in mixture), row)
 
 
-def evaluation_batches(job: Job, corpus: datasets.Corpus) -> Iterator[Batch]:
+def evaluation_batches(job: Job, corpus: datasets.Corpus, until: Callable[[], bool] = lambda: False) -> Iterator[Batch]:
     cfg = job.cfg
     rows = pipeline.evaluation_rows(corpus.val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
-    return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data)
+    return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data, until=until)
+
+
+def together(batches: Iterator[Batch], stop: StopRequest, what: str) -> Iterator[Batch]:
+    """The batches, which all processes take in step. Raises BatchError where this process cannot read one, and Stopped in all
+    others then, and in all where one is asked to end."""
+    while True:
+        found, error = None, None
+        try:
+            found = next(batches, None)
+        except Exception as e:
+            error = e
+        stopped = stop.stopped(*Vote(stop.ballot(error is not None)).read())
+        if error is not None:
+            raise batch_error(what, error)
+        if stopped is not None:
+            raise stopped
+        if found is None:
+            return
+        yield found
 
 
 def evaluates_a_part(job: Job) -> bool:
@@ -322,6 +353,13 @@ class Refused(Exception):
 
 class BatchError(Exception):
     """A batch could not be made."""
+
+
+def batch_error(what: str, cause: Exception) -> BatchError:
+    kind = "" if isinstance(cause, DataError | LoaderError) else f"{type(cause).__name__}: "
+    error = BatchError(f"{what}: {kind}{cause}")
+    error.__cause__ = cause
+    return error
 
 
 @functools.cache
@@ -394,6 +432,13 @@ def check_memory(step: jax.stages.Compiled, devices: list) -> None:
         )
 
 
+def compiled_step(functions: Program, state: TrainState, batch: Batch, devices: list) -> jax.stages.Compiled:
+    """The step, for batches of this shape. Raises TooLarge."""
+    step = functions.step.lower(state, batch).compile()
+    check_memory(step, devices)
+    return step
+
+
 def schedule_change(job: Job, saved: dict[str, Any], updates: int) -> str | None:
     """What a run that goes on under another schedule than its checkpoint's says of its next rate; None: it is the same one.
     `updates`: how many were applied."""
@@ -436,7 +481,8 @@ def starting_state(
 
 def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, start_up: StartUp | None = None) -> int:
     """Trains from the newest checkpoint of the work directory, or from the start, to the last step, and returns the exit
-    status. Metrics, events and checkpoints go to the work directory. `start_up`: what was done before; None: not known."""
+    status. Metrics, events and checkpoints go to the work directory. `start_up`: what was done before; None: not known. Raises
+    Stopped where it is asked to end before its first step."""
     cfg, workdir, start_up = job.cfg, epath.Path(workdir), start_up or StartUp()
     positions_a_step = cfg.batch_size * cfg.seq_len
     flops = flops_per_token(cfg.model, job.specs, cfg.seq_len)
@@ -452,18 +498,36 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         stop = stack.enter_context(stop_on_signals(limit))
         events = stack.enter_context(contextlib.closing(Events(workdir / "events.jsonl" if first_process else None)))
         events.add("start", pid=os.getpid(), process_age=process_age(), steps=job.steps, commit=commit())
+        stack.push(lambda kind, error, trace: events.add("stop", reason=str(error)) if kind is Stopped else None)
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", cfg.checkpoint))
+
+        def inside(work: Callable[[], Any]) -> Any:
+            """work(), unless the run is asked to end meanwhile."""
+
+            def entered() -> Any:  # perhaps on another thread
+                with surroundings(job.mesh, job.cfg.model.dtype):
+                    return work()
+
+            return stop.unless_asked(entered)
+
+        def begin() -> tuple[TrainState, dict[str, Any] | None]:
+            return jax.block_until_ready(starting_state(job, functions, checkpoints, distributed.say))
 
         beginning = "restore" if checkpoints.steps() else "init"
         with events.timed(beginning) as event:
             try:
-                state, restored = starting_state(job, functions, checkpoints, distributed.say)
+                state, restored = inside(begin)
             except ValueError as e:
                 raise Refused(str(e)) from e
             event["step"] = first = 0 if restored is None else restored["step"]
-            jax.block_until_ready(state)
         start_up.phases[beginning] = event["seconds"]
-        if restored is not None and first >= job.steps:
+
+        def evaluation_due(step: int) -> bool:
+            return cfg.eval_every is not None and step > 0 and (step % cfg.eval_every == 0 or step == job.steps)
+
+        # Where there was no time for it when the run was stopped.
+        owed = restored is not None and evaluation_due(first) and restored["evaluation"] is None
+        if restored is not None and first >= job.steps and not owed:
             distributed.say(f"step {first} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
             events.add("stop", step=first, reason="already done")
             return 0
@@ -495,11 +559,13 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         best = math.inf if cfg.checkpoint.keep_best is None else checkpoints.lowest_loss()
         saved_at = time.monotonic()
 
+        asked = lambda: stop.reason is not None
+
         def evaluate_now(step: int) -> float:
+            what = f"evaluation of step {step}"
+            data = {c.name: together(evaluation_batches(job, c, asked), stop, what) for c in job.corpora}
             with events.timed("evaluation", step=step):
-                scores = evaluate(
-                    functions.evaluate, state.params, {c.name: evaluation_batches(job, c) for c in job.corpora}
-                )
+                scores = inside(lambda: evaluate(functions.evaluate, state.params, data))
             writer.write(step, scores)
             return scores["eval/loss"]
 
@@ -508,15 +574,17 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         def sample_now(step: int) -> None:
             """Writes what the model makes of the fixed prompts: the same draws at every step."""
             with events.timed("sample", step=step):
-                text = sample(writes, state.params, job.tokenizer, job.frame, cfg.sample, cfg.seed)
+                text = inside(
+                    lambda: sample(writes, state.params, job.tokenizer, job.frame, cfg.sample, cfg.seed, stop.check)
+                )
             writer.text(step, "samples", text)
             writer.say(f"step {step}/{job.steps}  samples\n{text}")
 
-        def evaluation_due(step: int) -> bool:
-            return cfg.eval_every is not None and step > 0 and (step % cfg.eval_every == 0 or step == job.steps)
-
-        if restored is not None and evaluation_due(first) and restored["evaluation"] is None:
-            evaluate_now(first)  # there was no time for it when the run was stopped
+        if owed:
+            evaluate_now(first)
+            if first >= job.steps:
+                events.add("stop", step=first, reason="already done")
+                return 0
 
         def save(step: int, loss: float | None = None) -> None:
             """A checkpoint of a state that is finite; what was logged up to it reaches the disk first."""
@@ -540,29 +608,30 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             events.add("stop", step=0, reason="done")
             return 0
 
-        batches = training_batches(job, first, mixed)
+        batches = stack.enter_context(contextlib.closing(training_batches(job, first, mixed, asked)))
         ahead: deque[Batch] = deque()  # of the next two steps: so that all processes know of a failure before its step
         failure: Exception | None = None
 
         def read_ahead(step: int) -> None:
-            """The batch of this step, behind those that are there."""
+            """The batch of this step, behind those that are there; none where the run is asked to end before it comes."""
             nonlocal failure
             if failure is not None or step > job.steps:
                 return
             try:
-                ahead.append(next(batches))
+                ahead.extend(itertools.islice(batches, 1))
             except Exception as e:
-                failure = BatchError(f"the batch of step {step}: {type(e).__name__}: {e}")
-                failure.__cause__ = e
+                failure = batch_error(f"the batch of step {step}", e)
 
         read_ahead(first + 1)
-        if failure is not None:
-            raise failure
+        ballot = stop.ballot(failure is not None)
+        # A start that is asked to end makes a step nevertheless, where nothing keeps it from that.
+        stopped = stop.stopped(*Vote([0 if ahead else ballot[0], ballot[1]]).read())
+        if failure is not None or stopped is not None:
+            raise failure or stopped
         read_ahead(first + 2)
         with events.timed("compile") as event:
             # Once: a batch of another shape would be an error.
-            step_fn = functions.step.lower(state, ahead[0]).compile()
-        check_memory(step_fn, list(job.mesh.local_devices))
+            step_fn = inside(lambda: compiled_step(functions, state, ahead[0], list(job.mesh.local_devices)))
         compile_time: float | None = event["seconds"]
         start_up.phases["compile"] = compile_time
         writer.say(f"compiled in {compile_time:.1f} s")
@@ -636,15 +705,10 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             pending = None
             for step in range(first + 1, job.steps + 1):
                 # What the processes decide together, asked before the step so that the devices need not wait for the answer.
-                reason, minutes = stop.reason, cfg.checkpoint.every_minutes
-                vote = Vote(
-                    [
-                        0 if reason is None else StopRequest.REASONS.index(reason) + 1,
-                        jax.process_index() + 1 if failure is not None else 0,
-                        # One clock for all: that of the first process.
-                        first_process and minutes is not None and time.monotonic() - saved_at >= 60 * minutes,
-                    ]
-                )
+                minutes = cfg.checkpoint.every_minutes
+                # One clock for all: that of the first process.
+                late = first_process and minutes is not None and time.monotonic() - saved_at >= 60 * minutes
+                vote = Vote([*stop.ballot(failure is not None), late])
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     state, metrics = step_fn(state, ahead.popleft())
                     if pending is not None:
@@ -655,21 +719,16 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                         read_ahead(step + 2)
                 if lock is not None and lock.lost:
                     raise SaveError(f"another run has taken over {workdir} ({lock.lost}); step {step} is not saved")
-                stopping, failing, due = vote.read()
+                *ballots, due = vote.read()
                 end = step == job.steps
-                if end:
-                    stopping = failing = 0
+                stopped = None if end else stop.stopped(*ballots)
                 # A process that is told to stop may have seconds left: it saves, and the next one evaluates.
-                evaluating = evaluation_due(step) and not (failing or stopping)
-                sampling = writes is not None and not (failing or stopping) and (step % cfg.sample_every == 0 or end)
+                evaluating = evaluation_due(step) and stopped is None
+                sampling = writes is not None and stopped is None and (step % cfg.sample_every == 0 or end)
                 every = cfg.checkpoint.every
-                saving = (
-                    (every is not None and step % every == 0)
-                    or due
-                    or ((end or stopping or failing) and cfg.checkpoint.last)
-                )
+                saving = (every is not None and step % every == 0) or due
                 profiling = profile.begins_or_ends(step)
-                if not (evaluating or sampling or saving or profiling or end or stopping or failing):
+                if not (evaluating or sampling or saving or profiling or end or stopped):
                     continue
 
                 finish(*pending)
@@ -677,30 +736,32 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                 lap(step)
                 watchdog.pause()
                 profile.end(step)
+                loss = None
                 try:
-                    loss = evaluate_now(step) if evaluating else None
-                except DataError as e:  # the files are others than at the start: what is done is saved
-                    if jax.process_count() > 1:  # the others are in the middle of the evaluation
-                        raise
-                    loss, failure, saving = None, e, saving or cfg.checkpoint.last
-                if sampling:
-                    sample_now(step)
+                    if evaluating:
+                        loss = evaluate_now(step)
+                    if sampling:
+                        sample_now(step)
+                except Stopped as e:
+                    stopped = e
+                except BatchError as e:  # the files are others than at the start
+                    failure = e
                 if loss is not None and loss < best:
                     best = loss
                     saving = saving or cfg.checkpoint.keep_best is not None
+                saving = saving or ((end or stopped or failure) and cfg.checkpoint.last)
                 if saving:
                     save(step, loss)
                 profile.begin(step)
                 clock.start(step)
                 if failure is not None:
                     raise failure
-                if stopping or failing:
+                if stopped is not None:
                     checkpoints.wait()
-                    why = f"an error in process {failing - 1}" if failing else StopRequest.REASONS[stopping - 1]
                     kept = "the same command goes on" if saving else "not saved (checkpoint.last=False)"
-                    writer.say(f"stopped by {why} after step {step} of {job.steps}; {kept}")
-                    events.add("stop", step=step, reason=why)
-                    return FAILED if failing else INTERRUPTED
+                    writer.say(f"stopped by {stopped} after step {step} of {job.steps}; {kept}")
+                    events.add("stop", step=step, reason=str(stopped))
+                    return stopped.status
             checkpoints.wait()
             events.add("stop", step=job.steps, reason="done")
             if job.tokenizer is not None and cfg.checkpoint.last:
@@ -794,6 +855,9 @@ def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None, start_up
     """`train`, with one message in place of a traceback for what may happen to a sound program."""
     try:
         return train(job, workdir, lock, start_up)
+    except Stopped as e:
+        distributed.say(f"stopped by {e} before its first step; the same command goes on")
+        return e.status
     except (Refused, TooLarge, NonFinite, DamagedError) as e:  # every process meets these, at the same step
         text = f"not finite at {e}" if isinstance(e, NonFinite) else str(e)
         status = {Refused: MISTAKE, TooLarge: MISTAKE, NonFinite: NONFINITE, DamagedError: FAILED}[type(e)]
@@ -802,7 +866,7 @@ def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None, start_up
         return status
     except BatchError as e:  # the other processes have stopped, too
         mistake = isinstance(e.__cause__, DataError)
-        if not mistake:
+        if not mistake and not isinstance(e.__cause__, LoaderError):
             traceback.print_exception(e)
         print(f"error: {e.__cause__ if mistake else e}", file=sys.stderr)
         return MISTAKE if mistake else FAILED
@@ -825,4 +889,4 @@ def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None, start_up
 
 if __name__ == "__main__":
     starting.cancel()
-    sys.exit(main())
+    distributed.leave(main)

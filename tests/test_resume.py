@@ -8,8 +8,10 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -18,12 +20,11 @@ import pytest
 from common import ROOT, TINY, change, launch, series, text_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from minitf import metrics, run, sharding, train
+from minitf import distributed, metrics, run, sharding, train
 from minitf import params as P
 from minitf.checkpoint import Checkpoints
 from minitf.data import datasets, pipeline
 from minitf.data.store import DataError
-from minitf.distributed import StopRequest
 from minitf.metrics import json_lines
 from minitf.sharding import MeshConfig
 from tests.test_checkpoint import largest_file, truncate
@@ -221,16 +222,87 @@ def test_P17_checkpoints_count_optimizer_steps(corpus, tmp_path):
 
 def test_a_stopped_run_saves_at_once_and_evaluates_when_it_goes_on(corpus, undisturbed, tmp_path, monkeypatch):
     cfg = saving(corpus, steps=10, eval_every=2)
-    monkeypatch.setattr(StopRequest, "reason", "SIGTERM")
+
+    def beat(self, step):  # the first step of a start has ended
+        signal.raise_signal(signal.SIGTERM)
+        monkeypatch.setattr(train.Watchdog, "beat", lambda self, step: None)
+
     for _ in range(4):
-        assert launch(cfg, tmp_path / "w")[0] == train.INTERRUPTED  # each time after one step
-    assert about(tmp_path / "w", 4)["evaluation"] is None
+        monkeypatch.setattr(train.Watchdog, "beat", beat)
+        assert launch(cfg, tmp_path / "w")[0] == distributed.INTERRUPTED  # each time after two steps
+    assert about(tmp_path / "w", 8)["evaluation"] is None
     monkeypatch.undo()
     _, lines = launch(cfg, tmp_path / "w")
     whole = undisturbed(steps=10, eval_every=2)
     assert list(series(lines, "eval/loss")) == [2, 4, 6, 8, 10]
     assert series(lines, "eval/loss") == series(json_lines(run.resolve(str(whole)) / "metrics.jsonl"), "eval/loss")
     same(whole, tmp_path / "w")
+
+
+@pytest.mark.parametrize("doing", ["evaluate", "sample"])
+def test_a_stop_in_the_middle_of_long_work_is_acted_on_at_once(doing, corpus, undisturbed, tmp_path, monkeypatch):
+    """A signal while an evaluation or a sample takes long: what is done is saved, and the evaluation is made up for."""
+    cfg = saving(corpus, steps=10, eval_every=4, sample_every=4, sample__prompts=("a",))
+    release = threading.Event()
+
+    def long(*args):
+        signal.raise_signal(signal.SIGTERM)
+        release.wait(60)
+
+    monkeypatch.setattr(train, doing, long)
+    monkeypatch.setattr(distributed, "BY_ITSELF", 0.1)
+    assert launch(cfg, tmp_path / "w")[0] == distributed.INTERRUPTED
+    assert not release.is_set()
+    monkeypatch.undo()
+    release.set()
+    assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["4"]
+    assert (about(tmp_path / "w", 4)["evaluation"] is None) == (doing == "evaluate")
+    status, lines = launch(cfg, tmp_path / "w")
+    assert status == 0
+    assert list(series(lines, "eval/loss")) == [4, 8, 10]
+    same(undisturbed(steps=10, eval_every=4, sample_every=4, sample__prompts=("a",)), tmp_path / "w")
+
+
+def test_a_stop_in_the_last_evaluation_leaves_it_to_the_next_start(corpus, tmp_path, monkeypatch):
+    cfg = saving(corpus, steps=3, eval_every=10)
+    real = train.evaluate
+
+    def stopped(*args):
+        signal.raise_signal(signal.SIGTERM)
+        return real(*args)  # asks at its first batch
+
+    monkeypatch.setattr(train, "evaluate", stopped)
+    assert launch(cfg, tmp_path / "w")[0] == distributed.INTERRUPTED
+    monkeypatch.undo()
+    for _ in range(2):
+        status, lines = launch(cfg, tmp_path / "w")
+        assert status == 0
+    assert list(series(lines, "eval/loss")) == [3]
+
+
+@pytest.mark.parametrize("doing", ["starting_state", "compiled_step", "batches"])
+def test_a_stop_before_the_first_step_ends_the_start(doing, corpus, tmp_path, monkeypatch):
+    cfg = saving(corpus, steps=3)
+    release = threading.Event()
+
+    def long(*args):
+        signal.raise_signal(signal.SIGTERM)
+        release.wait(60)
+
+    if doing == "batches":
+        monkeypatch.setattr(
+            pipeline.HostBatches, "__getitem__", lambda self, k: self if isinstance(k, slice) else long()
+        )
+    else:
+        monkeypatch.setattr(train, doing, long)
+    monkeypatch.setattr(distributed, "BY_ITSELF", 0.1)
+    with pytest.raises(distributed.Stopped, match="SIGTERM"):
+        launch(cfg, tmp_path / "w")
+    assert not release.is_set()
+    release.set()
+    monkeypatch.undo()
+    assert json_lines(tmp_path / "w/events.jsonl")[-1]["reason"] == "SIGTERM"
+    assert launch(cfg, tmp_path / "w")[0] == 0
 
 
 # ---- other meshes
@@ -494,8 +566,8 @@ def poisoned(at):
     """training_batches whose batch of this step makes the loss NaN."""
     real = train.training_batches
 
-    def batches(job, start=0, mixed=None):
-        for step, batch in enumerate(real(job, start, mixed), start + 1):
+    def batches(job, start, *args):
+        for step, batch in enumerate(real(job, start, *args), start + 1):
             yield batch | {"weights": batch["weights"] * np.float32("nan")} if step == at else batch
 
     return batches
@@ -526,12 +598,12 @@ def test_an_evaluation_that_meets_a_bad_id_ends_the_run_after_a_save(corpus, und
     """Which is so where the file has become another one since the start."""
     cfg = saving(corpus, eval_every=6, eval_batches=1)
 
-    def evaluation_batches(job, corpus):
+    def evaluation_batches(*args):
         raise DataError("val.txt: id 99 at token 0 is not below the vocabulary size 64")
         yield
 
     monkeypatch.setattr(train, "evaluation_batches", evaluation_batches)
-    with pytest.raises(DataError, match="id 99 at token 0"):
+    with pytest.raises(train.BatchError, match=r"^evaluation of step 6: val\.txt: id 99 at token 0"):
         launch(cfg, tmp_path / "w")
     assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["6"]
     monkeypatch.undo()

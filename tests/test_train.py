@@ -58,8 +58,12 @@ def test_P58_one_compilation_of_each_step_over_odd_epochs(corpus, tmp_path, capl
     (tmp_path / "odd.txt").write_text(TEXT[: 41 * 8 + 1][: 8 * 16 * 5 + 1])  # 41 windows of 8, batch 8
     cfg = text_config(corpus, steps=None, epochs=3.0, seq_len=8, eval_every=5, eval_batches=None)
     cfg = change(cfg, data__path=str(tmp_path / "odd.txt"))
-    with jax.log_compiles(), caplog.at_level("WARNING"):
-        status, lines = launch(cfg, tmp_path / "w")
+    jax.config.update("jax_log_compiles", True)  # on all threads
+    try:
+        with caplog.at_level("WARNING"):
+            status, lines = launch(cfg, tmp_path / "w")
+    finally:
+        jax.config.update("jax_log_compiles", False)
     assert status == 0
     assert max(series(lines, "train/loss")) == math.ceil(3 * 41 / 8)
     compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
@@ -254,6 +258,7 @@ def test_modules_import_only_what_stands_above_them():
             "model.loss",
         ),
         *(
+            "data.loader",
             "data.tokenizer",
             "data.chat",
             "data.frame",

@@ -1,6 +1,7 @@
 """Documents to rows to global batches: which rows stand in which batch is a function of (seed, batch number), and of nothing
 else."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -8,11 +9,11 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
-from absl import flags
 
 from minitf.data import frame as frames
 from minitf.data.datasets import Corpus, DataConfig
 from minitf.data.frame import Frame
+from minitf.data.loader import Loader
 from minitf.data.mixture import Mixture, Phase
 from minitf.data.packing import PackedRows, best_fit, documents, one_a_row, open_plan
 from minitf.data.store import Row, Rows, Store, blank
@@ -179,32 +180,25 @@ def host_rows(sharding: jax.sharding.Sharding, batch_size: int) -> list[int]:
     return sorted({r for s in slices for r in range(*s.indices(batch_size))})
 
 
-DEVICE_BATCHES = 2  # put on the devices ahead of the one that is asked for
-
-
 def batches(
-    rows: grain.MapDataset, batch_size: int, sharding: jax.sharding.Sharding, cfg: DataConfig, start: int = 0
+    rows: grain.MapDataset,
+    batch_size: int,
+    sharding: jax.sharding.Sharding,
+    cfg: DataConfig,
+    start: int = 0,
+    until: Callable[[], bool] = lambda: False,
 ) -> Iterator[dict[str, jax.Array]]:
     """Global batches from number `start` on, as arrays [batch_size, ...] laid out by `sharding`; rows are read, and batches put
-    on the devices, ahead on threads."""
-    mine = HostBatches(rows, batch_size, host_rows(sharding, batch_size))[start:]
-    found = mine.to_iter_dataset(grain.ReadOptions(num_threads=cfg.threads, prefetch_buffer_size=cfg.prefetch))
-    if cfg.workers:
-        if not flags.FLAGS.is_parsed():  # Grain's processes ask for them
-            flags.FLAGS.mark_as_parsed()
-        found = found.mp_prefetch(grain.MultiprocessingOptions(cfg.workers, per_worker_buffer_size=cfg.prefetch))
+    on the devices, ahead on threads. They end early where `until` says so while one is waited for."""
 
     def put(batch: Row) -> dict[str, jax.Array]:
-        if cfg.workers:  # whose arrays lie in memory that is shared with them and used again
-            batch = jax.tree.map(np.array, batch)
         if sharding.is_fully_addressable:
             return jax.device_put(batch, sharding)
         return {
             k: jax.make_array_from_process_local_data(sharding, v, (batch_size, *v.shape[1:])) for k, v in batch.items()
         }
 
-    ahead = iter(grain.experimental.ThreadPrefetchIterDataset(found.map(put), prefetch_buffer_size=DEVICE_BATCHES))
-    try:
-        yield from ahead
-    finally:
-        ahead.close()
+    mine = HostBatches(rows, batch_size, host_rows(sharding, batch_size))[start:]
+    read = dict(threads=cfg.threads, prefetch=cfg.prefetch, workers=cfg.workers, timeout=cfg.timeout)
+    with contextlib.closing(Loader(mine, put, **read, until=until)) as loader:
+        yield from loader
