@@ -56,7 +56,7 @@ class DataConfig:
     threads: int = 1  # that read rows ahead of the step; more where the storage is slow to answer
     prefetch: int = 8  # batches read ahead
     workers: int = 0  # processes that read rows; 0: threads alone, enough unless reading a row takes long
-    timeout: float | None = 50.0  # seconds without a batch after which the reader counts as stalled; None: never
+    timeout: float | None = 40.0  # seconds without a batch after which the reader counts as stalled; None: never
 
 
 class Corpus(NamedTuple):
