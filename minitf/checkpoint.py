@@ -14,6 +14,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from minitf.checksum import checksums
 from minitf.distributed import Vote, first_failing, is_first
 
 FORMAT = 1  # of `about`
+CLOSING = 5.0  # seconds that Orbax may take to end when all is written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +167,15 @@ class Checkpoints:
             if kind is None:
                 raise  # else the error under way is the one to tell
         finally:
-            with contextlib.suppress(Exception):  # told by wait()
-                self._manager.close()
+            # Nothing is written any more. Where the directory has become unusable, Orbax may wait long for nothing.
+            closing = threading.Thread(target=self._close, daemon=True, name="checkpoints close")
+            closing.start()
+            closing.join(CLOSING)
             sys.unraisablehook = self._hook
+
+    def _close(self) -> None:
+        with contextlib.suppress(Exception):  # told by wait()
+            self._manager.close()
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, in order."""

@@ -192,8 +192,10 @@ def locked(workdir: epath.Path, say: Callable[[str], None] = print) -> Iterator[
         yield lock
     finally:
         lock.end.set()
-        thread.join()  # else it could write the lock again behind its release
-        lock.release()
+        thread.join(5.0)  # else it could write the lock again behind its release
+        if not thread.is_alive():
+            with contextlib.suppress(OSError):  # the directory is gone, and its lock with it
+                lock.release()
 
 
 # ---- what it holds
