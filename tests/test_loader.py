@@ -17,6 +17,7 @@ from common import ROOT
 
 from minitf.data import loader
 from minitf.data.loader import Loader, LoaderError
+from minitf.data.store import DataError
 
 
 def made(batches, *, workers=0, timeout=None, until=lambda: False):
@@ -125,7 +126,7 @@ def test_another_batch_than_the_next_is_an_error(wrong, message):
     [
         ("kill", r"^worker process \d+ was killed by SIGKILL"),
         ("end", r"^worker process \d+ ended with status 0"),  # which Grain waits for for ever
-        ("stop", r"^no batch for 3 s \(data\.timeout\): a worker process or the storage hangs"),
+        ("stop", r"^no batch for 8 s \(data\.timeout\): a worker process or the storage hangs"),
     ],
 )
 def test_a_worker_that_is_lost_is_an_error(how, message):
@@ -135,10 +136,21 @@ def test_a_worker_that_is_lost_is_an_error(how, message):
             os._exit(0) if number is None else os.kill(os.getpid(), number)
         return i
 
-    found = made(numbers(f), workers=2, timeout=3)
+    found = made(numbers(f), workers=2, timeout=8)
     assert ids(itertools.islice(found, 19)) == list(range(19))
     with pytest.raises(LoaderError, match=message):
         list(found)
+
+
+@pytest.mark.slow
+def test_what_a_worker_raises_is_raised():
+    def f(i):
+        if i == 61:
+            raise DataError("x.bin: has become shorter")
+        return i
+
+    with pytest.raises(DataError, match=r"^x\.bin: has become shorter"):
+        list(made(numbers(f), workers=2, timeout=8))
 
 
 TRAINER = """

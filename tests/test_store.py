@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from minitf.data.store import DataError, Rows, Store, concatenated, open_tokens
+from minitf.data.store import DataError, OnDisk, Rows, Store, concatenated, open_tokens
 
 
 def store_of(ids, vocab_size=64, dtype=np.uint16, **kw):
@@ -170,20 +170,20 @@ def test_concatenated_closes_each_document_and_leaves_out_empty_ones():
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int32", "int64"])
-def test_a_bin_file_is_mapped_little_endian(dtype, tmp_path):
+def test_a_bin_file_is_little_endian(dtype, tmp_path):
     path = tmp_path / "ids.bin"
     np.arange(17).astype(np.dtype(dtype).newbyteorder("<")).tofile(path)
     store = open_tokens(path, dtype, 64, None)
-    assert isinstance(store.ids.base, np.memmap)
+    assert isinstance(store.ids, OnDisk)
     assert Rows(store, 16)[0]["targets"].tolist() == list(range(1, 17))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "<u2", ">u2", "int64"])
-def test_an_npy_file_is_mapped_in_its_own_type(dtype, tmp_path):
+def test_an_npy_file_is_read_in_its_own_type(dtype, tmp_path):
     path = tmp_path / "ids.npy"
     np.save(path, np.arange(17).astype(dtype))
     store = open_tokens(path, "uint16", 64, None)
-    assert isinstance(store.ids.base, np.memmap)
+    assert isinstance(store.ids, OnDisk)
     assert Rows(store, 16)[0]["targets"].tolist() == list(range(1, 17))
 
 
@@ -193,6 +193,20 @@ def test_a_bin_file_of_a_wrong_size_is_refused(size, tmp_path):
     path.write_bytes(bytes(size))
     with pytest.raises(ValueError, match=rf"{path}: {size} bytes are no whole number of uint16 ids"):
         open_tokens(path, "uint16", 64, None)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".npy"])
+def test_a_file_that_becomes_shorter_is_an_error_and_not_the_end_of_the_process(suffix, tmp_path):
+    path = tmp_path / f"ids{suffix}"
+    ids = np.arange(3000, dtype="<u2")
+    np.save(path, ids) if suffix == ".npy" else ids.tofile(path)
+    store = open_tokens(path, "uint16", 3000, None)
+    again = pickle.loads(pickle.dumps(store))
+    os.truncate(path, path.stat().st_size - 4000)
+    for found in (store, again, dataclasses.replace(store, ids=store.ids.part(500, 2500))):
+        assert found.window(0, 400).tolist() == found.ids[0:400].tolist()
+        with pytest.raises(DataError, match=rf"^{path}: has become shorter: \d+ bytes, not \d+$"):
+            found.window(len(found) - 10, len(found))
 
 
 class WritesWhenUnpickled:
@@ -300,6 +314,6 @@ def test_ids_that_are_halves_of_wider_ones_are_refused(tmp_path):
         ValueError, match=r"x\.bin: every second id is 0: .* wider ids than uint16 \(data\.token_dtype\)"
     ):
         open_tokens(tmp_path / "x.bin", "uint16", 100, None)
-    assert open_tokens(tmp_path / "x.bin", "uint32", 100, None).ids.tolist() == ids.tolist()
+    assert open_tokens(tmp_path / "x.bin", "uint32", 100, None).ids[:].tolist() == ids.tolist()
     np.zeros(64, "<u2").tofile(tmp_path / "zeros.bin")
     open_tokens(tmp_path / "zeros.bin", "uint16", 100, None)

@@ -355,7 +355,10 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Co
         cut = int(len(s) * (1 - cfg.val_fraction))
         stores = [
             dataclasses.replace(s, name=f"{s.name} ({n})", ids=ids)
-            for n, ids in (("train", s.ids[:cut]), (f"val, from token {cut} on", s.ids[cut:]))
+            for n, ids in (
+                ("train", s.ids.part(0, cut)),
+                (f"val, from token {cut} on", s.ids.part(cut, len(s))),
+            )
         ]
     size = sum(f.stat().st_size for f in files)
     return Corpus(*stores, None, size, digest.hexdigest(), frames.of_ids(cfg.eos_id))

@@ -18,6 +18,7 @@ from absl import flags
 AHEAD = 2  # batches that are put on the devices before they are asked for
 POLL = 0.25  # seconds
 FIRST = 5  # worker processes may take so many times as long for the first batch: each imports JAX
+SILENT = 5.0  # seconds without a batch after which a process that has ended with 0 is why
 CLOSING = 2.0  # seconds that each part of a reader may take to end
 
 
@@ -132,14 +133,14 @@ class Loader:
             except queue.Empty:
                 if self._until():
                     return None
-                self._check_workers()
+                self._check_workers(waited)
                 waited += POLL  # polls and not the clock, which goes on while this process is stopped
                 if limit is not None and waited >= limit:
                     hangs = "a worker process or the storage hangs" if self._workers else "the storage hangs"
                     raise LoaderError(f"no batch for {limit:g} s (data.timeout): {hangs}") from None
                 continue
             if what == "error":
-                self._check_workers()  # whose end is why Grain raises
+                self._check_workers()  # whose end may be why Grain raises
                 raise value
             if what == "end":
                 raise LoaderError(f"the loader ended after {self._taken} of {self._length} batches")
@@ -149,13 +150,14 @@ class Loader:
         if self._taken <= self._workers:  # later, each has given a batch and is known
             self._own |= children() - self._known
 
-    def _check_workers(self) -> None:
-        """Raises LoaderError where a process has ended before its time. Grain itself notices only a status that is not 0."""
+    def _check_workers(self, waited: float = 0.0) -> None:
+        """Raises LoaderError where a process has ended before its time."""
         self._find_workers()
-        # One that has read its share ends with 0: when no more is left than is read ahead.
-        early = self._length - self._read > self._workers * (self._prefetch + 2)
         for process in self._own:
-            if process.exitcode is not None and (process.exitcode != 0 or early):
+            # With 0 ends, too, one that has read its share, when no more is left than is read ahead, and one whose error is on
+            # its way to us. Of no other does Grain notice that it has ended with 0.
+            left = self._length - self._read > self._workers * (self._prefetch + 2)
+            if process.exitcode or (process.exitcode == 0 and left and waited >= SILENT):
                 raise LoaderError(f"{ended(process)}: the rows that it was to read are missing")
 
     def _work(self) -> None:

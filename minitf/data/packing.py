@@ -20,10 +20,11 @@ from minitf.data.store import (
     OFFSETS,
     SPLITS,
     TOKENS,
+    OnDisk,
     Row,
     Store,
     filled,
-    mapped,
+    on_disk,
     open_split,
     read_manifest,
 )
@@ -36,8 +37,8 @@ class Plan(NamedTuple):
     chunks: int64 [chunks, 2], (position in the store of the chunk's first token, its number of pairs).
     """
 
-    begins: np.ndarray
-    chunks: np.ndarray
+    begins: np.ndarray | OnDisk
+    chunks: np.ndarray | OnDisk
 
     def __len__(self) -> int:
         return len(self.begins) - 1
@@ -159,7 +160,7 @@ def write_durably(path: Path, contents: bytes) -> None:
 
 
 def open_plan(path: Path, described: dict[str, Any]) -> Plan:
-    """A plan as `add_plan` wrote and described it, memory-mapped. Raises ValueError where the file is not whole."""
+    """A plan as `add_plan` wrote and described it. Raises ValueError where the file is not whole."""
     rows, chunks = described["rows"], described["chunks"]
-    numbers = mapped(path, OFFSETS, rows + 1 + 2 * chunks)
-    return Plan(numbers[: rows + 1], numbers[rows + 1 :].reshape(-1, 2))
+    behind = (rows + 1) * OFFSETS.itemsize
+    return Plan(OnDisk(str(path), OFFSETS, rows + 1), on_disk(path, OFFSETS, chunks, behind, (2,)))

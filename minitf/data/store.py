@@ -5,9 +5,14 @@ Positions in a store are 64-bit: NumPy's on the host, never JAX's.
 
 import bisect
 import dataclasses
+import functools
+import itertools
 import json
+import math
+import os
+import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -63,45 +68,62 @@ class Replaced:
         return np.where(ids == self.old, np.asarray(self.new, np.min_scalar_type(self.new)), ids)
 
 
-class Mapping(NamedTuple):
-    """Where a memory-mapped array lies, for another process to map it, too."""
+class Opened:
+    """A file that is open for reading, closed when nobody has it any more."""
 
-    path: str
-    dtype: np.dtype
-    offset: int
-    length: int
-
-    def open(self) -> np.ndarray:
-        return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.length,)))
+    def __init__(self, path: str):
+        self.number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number).atexit = False
 
 
-def portable(value: Any) -> Any:
-    """A memory-mapped array as its Mapping, as pickling would copy the file; other values as they are."""
-    if isinstance(value, Joined):
-        return Joined([portable(part) for part in value.parts], value.starts)
-    if isinstance(value, Replaced):
-        return Replaced(portable(value.ids), value.old, value.new)
-    base = value
-    while isinstance(base, np.ndarray) and isinstance(base.base, np.ndarray):
-        base = base.base  # a slice's offset is its file's
-    if not isinstance(base, np.memmap):
-        return value
-    address = lambda a: a.__array_interface__["data"][0]
-    return Mapping(str(base.filename), value.dtype, base.offset + address(value) - address(base), len(value))
+@functools.lru_cache(maxsize=256)  # a store may have more shards than a process may have files open
+def opened(path: str, number: int) -> Opened:
+    """`number`: of the array that reads it: another one of the same name is another file."""
+    return Opened(path)
 
 
-def opened(value: Any) -> Any:
-    """The reverse of `portable`."""
-    if isinstance(value, Joined):
-        return Joined([opened(part) for part in value.parts], value.starts)
-    if isinstance(value, Replaced):
-        return Replaced(opened(value.ids), value.old, value.new)
-    return value.open() if isinstance(value, Mapping) else value
+ARRAYS = itertools.count()
+
+
+class OnDisk:
+    """A file of numbers, [length, *shape], read by slices. Not memory-mapped: where a mapped file becomes shorter, the system
+    ends the process."""
+
+    def __init__(self, path: str, dtype: np.dtype, length: int, offset: int = 0, shape: tuple[int, ...] = ()):
+        self.path, self.dtype, self.offset, self.shape = path, np.dtype(dtype), offset, shape
+        self._length, self._size = length, self.dtype.itemsize * math.prod(shape)
+        self._number = next(ARRAYS)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # in another process
+        vars(self).update(state, _number=next(ARRAYS))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        """Raises DataError where the file does not reach so far."""
+        start, stop, step = index.indices(self._length)
+        assert step == 1
+        found = np.empty((max(stop - start, 0), *self.shape), self.dtype)
+        left, at = found.reshape(-1).view(np.uint8), self.offset + start * self._size
+        while len(left):
+            read = os.preadv(opened(self.path, self._number).number, [left], at)
+            if not read:
+                whole = self.offset + self._length * self._size
+                raise DataError(f"{self.path}: has become shorter: {os.stat(self.path).st_size} bytes, not {whole}")
+            left, at = left[read:], at + read
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
+
+    def part(self, start: int, stop: int) -> "OnDisk":
+        return OnDisk(self.path, self.dtype, stop - start, self.offset + start * self._size, self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Store:
-    """Token ids of one split, in memory or memory-mapped.
+    """Token ids of one split, in memory or on the disk.
 
     ids:       unsigned integers [tokens].
     vocab_size: ids are below it; checked row by row as they are read.
@@ -114,22 +136,16 @@ class Store:
     """
 
     name: str
-    ids: np.ndarray | Joined | Replaced
+    ids: np.ndarray | OnDisk | Joined | Replaced
     vocab_size: int
     offsets: np.ndarray | None = None
     eos: int | None = None
-    mask: np.ndarray | Joined | None = None
+    mask: np.ndarray | OnDisk | Joined | None = None
     text_bytes: int | None = None
     plans: dict[int, tuple[Path, dict[str, Any]]] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: portable(value) for name, value in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: opened(value) for name, value in state.items()})
 
     @property
     def knows_documents(self) -> bool:
@@ -173,24 +189,25 @@ def concatenated(
 
 
 def open_tokens(path: Path, dtype: str, vocab_size: int, eos: int | None) -> Store:
-    """A flat file of token ids, memory-mapped: `.npy`, or raw little-endian integers of `dtype` (nanoGPT's `.bin`)."""
+    """A flat file of token ids: `.npy`, or raw little-endian integers of `dtype` (nanoGPT's `.bin`)."""
     if path.suffix == ".npy":
         try:
-            ids = np.asarray(np.lib.format.open_memmap(path, mode="r"))  # maps numbers only: it cannot unpickle
+            ids = np.lib.format.open_memmap(path, mode="r")  # maps numbers only: it cannot unpickle
         except ValueError as e:
             raise ValueError(f"{path}: no NumPy file of numbers: {e}") from None
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"{path}: holds {ids.dtype}{list(ids.shape)}, not a line of integers")
+        ids = OnDisk(str(path), ids.dtype, len(ids), ids.offset)
         return Store(str(path), ids, vocab_size, eos=eos)
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:
         raise ValueError(f"{path}: {size} bytes are no whole number of {dtype} ids (data.token_dtype)")
-    ids = mapped(path, np.dtype(dtype).newbyteorder("<"), size // width)
+    ids = OnDisk(str(path), np.dtype(dtype).newbyteorder("<"), size // width)
     check_width(ids, str(path), "data.token_dtype")
     return Store(str(path), ids, vocab_size, eos=eos)
 
 
-def check_width(ids: np.ndarray, source: str, setting: str) -> None:
+def check_width(ids: np.ndarray | OnDisk, source: str, setting: str) -> None:
     """Raises ValueError where ids seem to be the halves of wider ones: every second is 0, and not all are."""
     some = np.asarray(ids[: 2 * (min(len(ids), 8192) // 2)])
     if len(some) >= 16 and not some[1::2].any() and some[::2].any():
@@ -242,37 +259,36 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
-    """A file of so many numbers, memory-mapped. Raises ValueError where it has another size."""
+def on_disk(path: Path, dtype: np.dtype, length: int, offset: int = 0, shape: tuple[int, ...] = ()) -> OnDisk:
+    """An array that ends where its file does. Raises ValueError where the file has another size."""
     size = path.stat().st_size if path.is_file() else None
-    if size != length * dtype.itemsize:
+    whole = offset + length * dtype.itemsize * math.prod(shape)
+    if size != whole:
         found = "is missing" if size is None else f"has {size} bytes"
-        raise ValueError(f"{path}: {found}, must have {length * dtype.itemsize}")
-    # A plain array over the mapping: slices of np.memmap itself cost several times as much.
-    return np.asarray(np.memmap(path, dtype, "r")) if length else np.zeros(0, dtype)
+        raise ValueError(f"{path}: {found}, must have {whole}")
+    return OnDisk(str(path), dtype, length, offset, shape)
 
 
 def open_split(directory: Path, manifest: dict[str, Any], split: str) -> Store:
-    """One split of a store, memory-mapped. Offsets of several shards are joined in memory: 8 bytes a document."""
+    """One split of a store. The offsets are in memory: 8 bytes a document."""
     described = manifest["splits"][split]
     ids, masks, offsets, start = [], [], [np.zeros(1, np.int64)], 0
     for shard in described["shards"]:
         file = inside(directory, shard["name"])
-        ids.append(mapped(file.with_suffix(".bin"), np.dtype(manifest["dtype"]), shard["tokens"]))
+        ids.append(on_disk(file.with_suffix(".bin"), np.dtype(manifest["dtype"]), shard["tokens"]))
         if manifest["masked"]:
-            masks.append(mapped(file.with_suffix(".mask"), MASK, shard["tokens"]))
-        index = mapped(file.with_suffix(".idx"), OFFSETS, shard["documents"] + 1)
-        offsets.append(index[1:] + start if start else index[1:])
+            masks.append(on_disk(file.with_suffix(".mask"), MASK, shard["tokens"]))
+        offsets.append(on_disk(file.with_suffix(".idx"), OFFSETS, shard["documents"] + 1)[1:] + start)
         start += shard["tokens"]
 
-    def joined(parts: list[np.ndarray]) -> np.ndarray | Joined:
+    def joined(parts: list[Any]) -> Any:
         return parts[0] if len(parts) == 1 else Joined(parts or [np.zeros(0, manifest["dtype"])])
 
     return Store(
         f"{directory} ({split})",
         joined(ids),
         manifest["vocab_size"],
-        np.concatenate(offsets) if len(described["shards"]) != 1 else index,
+        np.concatenate(offsets),
         mask=joined(masks) if manifest["masked"] else None,
         text_bytes=described["bytes"],
         plans={int(n): (inside(directory, plan["file"]), plan) for n, plan in described["plans"].items()},
