@@ -24,7 +24,7 @@ from minitf.data import datasets, pipeline
 from minitf.data.frame import Frame
 from minitf.data.packing import PackedRows, best_fit, cut
 from minitf.data.store import MANIFEST, SPLITS, Joined, Replaced, Store
-from minitf.data.tokenizer import FILE, Tokenizer
+from minitf.data.tokenizer import FILE, Tokenizer, lost_note
 from minitf.distributed import leave_absent_tpu
 from minitf.model.transformer import with_any_kernel
 from minitf.paths import given
@@ -105,6 +105,9 @@ def chosen(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | Non
         else:
             texts, _ = datasets.read_text(path, "--data")
             store = datasets.tokenized(path, texts, tokenizer, frame, rows)
+            note = lost_note(tokenizer, datasets.characters(tokenizer, texts), path)
+            if note is not None:
+                print(note, file=sys.stderr)
             yield documents_of(path, store, frame, frame, lengths, rows)
 
 

@@ -20,7 +20,7 @@ from minitf import config as config_lib
 from minitf import run, sharding
 from minitf.data import chat
 from minitf.data.frame import Frame
-from minitf.data.tokenizer import Tokenizer
+from minitf.data.tokenizer import Tokenizer, lost_note
 from minitf.distributed import leave_absent_tpu
 from minitf.paths import given
 from minitf.sampling import TEMPERATURE, Completion, Sampler, Sampling, complete, prepared, prompt_ids
@@ -58,6 +58,13 @@ class Writer(NamedTuple):
         self, prompts: list[np.ndarray], new_tokens: list[int], sampling: Sampling, **keywords: Any
     ) -> list[Completion]:
         return complete(self.sampler, self.params, self.tokenizer, prompts, new_tokens, sampling, **keywords)
+
+    def warn(self, prompts: list[Prompt]) -> None:
+        """Says which characters of prompts the model does not get to see."""
+        texts = (p if isinstance(p, str) else "".join(message["content"] for message in p) for p in prompts)
+        note = lost_note(self.tokenizer, "".join(texts), "the prompt" if len(prompts) == 1 else "the prompts")
+        if note is not None:
+            print(note, file=sys.stderr)
 
 
 def writer_of(model: run.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Writer:
@@ -176,6 +183,7 @@ def write_one(writer: Writer, prompt: Prompt, number: int, args: argparse.Namesp
     """A text, as it comes; what was written behind the prompt."""
     began = time.perf_counter()
     ids = [writer.ids(prompt, specials=args.parse_special)]
+    writer.warn([prompt])
     new_tokens = writer.new_tokens(ids, args.max_new_tokens)
     found = writer.complete(ids, new_tokens, numbers=[number], show=Stream("" if args.chat else prompt), **how)
     print(flush=True)
@@ -187,6 +195,7 @@ def write_many(writer: Writer, prompts: list[Prompt], args: argparse.Namespace, 
     """Texts in batches. Raises ValueError before the first where one cannot be continued."""
     began, done = time.perf_counter(), []
     ids = [writer.ids(prompt, specials=args.parse_special) for prompt in prompts]
+    writer.warn(prompts)
     new_tokens = writer.new_tokens(ids, args.max_new_tokens)
     for at in range(0, len(prompts), args.batch_size):
         part = slice(at, at + args.batch_size)

@@ -43,7 +43,7 @@ from minitf.data.frame import Frame
 from minitf.data.loader import LoaderError
 from minitf.data.mixture import Phase, with_weights
 from minitf.data.store import DataError
-from minitf.data.tokenizer import Tokenizer, save_tokenizer
+from minitf.data.tokenizer import Tokenizer, lost_note, save_tokenizer
 from minitf.distributed import (
     FAILED,
     MISTAKE,
@@ -225,6 +225,9 @@ def describe(job: Job) -> str:
         f"training for {job.steps:,} steps of {cfg.batch_size} x {cfg.seq_len} tokens, "
         f"logits of shape [{cfg.batch_size},{cfg.seq_len},{cfg.model.vocab_size}]",
     ]
+    if cfg.sample_every is not None:
+        note = lost_note(job.tokenizer, "".join(cfg.sample.prompts), "sample.prompts")
+        lines += [] if note is None else [note]
     if job.rows < cfg.batch_size:
         lines.append(
             f"warning: {job.rows} training rows are fewer than batch_size={cfg.batch_size}: a batch repeats rows"

@@ -1,5 +1,6 @@
 """Preparing data: documents of every kind of file, a store that no kill and no number of workers changes, and refusals."""
 
+import dataclasses
 import functools
 import gzip
 import hashlib
@@ -21,10 +22,10 @@ import pytest
 import zstandard
 from common import ROOT
 
-from minitf.data import store
+from minitf.data import datasets, long_texts, store
 from minitf.data.tokenizer import ByteTokenizer, load_tokenizer
 from tools import prepare_data, train_tokenizer
-from tools.preparation import directory, documents, duplicates, long_texts, tokens, workers
+from tools.preparation import directory, documents, duplicates, tokens, workers
 
 SPELT = "here <|endoftext|> ends <|im_end|> nothing"
 MARKED = "\ufeffa\r\nb\n\n\tc"  # a mark, both line ends, none at the end
@@ -373,6 +374,26 @@ def test_a_text_that_cannot_be_cut_is_refused(bpe):
         list(long_texts.pieces([b"x" * 10_000], fits, size=100, window=5000))
 
 
+def test_a_text_of_any_length_has_the_ids_of_the_whole(bpe, monkeypatch):
+    tokenizer = load_tokenizer(Path(bpe) / "tokenizer.json")
+    rng = random.Random(2)
+    texts = ["".join(rng.choice(ALPHABET) for _ in range(9000)), "x" * 9000, "x y\n" * 99 + "x" * 9000]
+    monkeypatch.setattr(long_texts, "PIECE", 500)
+    monkeypatch.setattr(long_texts, "pieces", functools.partial(long_texts.pieces, size=500))
+    batches = []
+    real = type(tokenizer).encode_batch
+    for text in texts:
+        whole = tokenizer.encode(text.encode())
+        monkeypatch.setattr(
+            type(tokenizer), "encode_batch", lambda s, b: batches.append(max(map(len, b))) or real(s, b)
+        )
+        assert np.array_equal(long_texts.encode(tokenizer, text.encode(), "x"), whole)
+        monkeypatch.setattr(type(tokenizer), "encode_batch", real)
+        assert max(batches) < 2000 or "x" * 9000 in text  # in pieces, where there is a place to cut
+    with pytest.raises(ValueError, match=r"^x: not UTF-8 at byte 30000"):
+        long_texts.encode(tokenizer, b"a b\n\n" * 6000 + b"\xff", "x")
+
+
 def test_long_documents_are_stored_as_short_ones(tmp_path, monkeypatch, bpe):
     rng = random.Random(1)
     long = ["".join(rng.choice(ALPHABET) for _ in range(3000)) for _ in range(4)]
@@ -381,7 +402,8 @@ def test_long_documents_are_stored_as_short_ones(tmp_path, monkeypatch, bpe):
     for i, text in enumerate(long):
         (folder / f"{i}.txt").write_bytes(text.encode())
     expected = {t: contents(prepare(tmp_path / f"{len(t)}", folder, tokenizer=t, dedup="near")) for t in ("bytes", bpe)}
-    monkeypatch.setattr(documents, "BLOCK", 999)
+    for module in (documents, long_texts):
+        monkeypatch.setattr(module, "BLOCK", 999)
     monkeypatch.setattr(tokens, "BATCH", 700)
     monkeypatch.setattr(long_texts, "pieces", functools.partial(long_texts.pieces, size=150))
     for tokenizer, files in expected.items():
@@ -1006,4 +1028,9 @@ def test_B22_a_long_text_has_its_ids_where_the_tokenizer_marks_each_text(tmp_pat
     monkeypatch.setattr(long_texts, "PIECE", 2000)
     monkeypatch.setattr(long_texts.pieces, "__defaults__", (2000, long_texts.WINDOW))
     out = prepare(tmp_path / "out", tmp_path / "x.txt", tokenizer=str(tmp_path / "t"), val_fraction=0)
-    assert stored(out)[0][0].tolist() == [*tokenizer.encode(text, add_special_tokens=False).ids, 2]
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert stored(out)[0][0].tolist() == [*ids, 2]
+    # And so where a start encodes it.
+    cfg = datasets.DataConfig(kind="text", path=str(tmp_path / "x.txt"), val_path=str(tmp_path / "x.txt"))
+    train = datasets.load(dataclasses.replace(cfg, tokenizer=str(tmp_path / "t")), None).train
+    assert train.ids.tolist()[-len(ids) - 1 :] == [*ids, 2]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from minitf.data import datasets
 from minitf.data.tokenizer import (
     TOKENIZERS,
     ByteTokenizer,
@@ -16,6 +17,7 @@ from minitf.data.tokenizer import (
     check_name,
     id_dtype,
     load_tokenizer,
+    lost_note,
     make_tokenizer,
     save_tokenizer,
 )
@@ -138,6 +140,29 @@ def test_batches_of_texts_encode_as_each_alone():
     texts = [t.decode() for t in TEXTS.values()]
     for ids, text in zip(bpe().encode_batch(texts), texts, strict=True):
         np.testing.assert_array_equal(ids, bpe().encode(text.encode()))
+
+
+@pytest.mark.parametrize("unknown", [None, "<unk>"])
+def test_characters_that_a_tokenizer_does_not_know_are_told(unknown, tmp_path):
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {c: i for i, c in enumerate(["<unk>", "a", "b", "aa", "é"])}
+    library = Tokenizer(models.BPE(vocabulary, [("a", "a")], unk_token=unknown))
+    library.decoder = decoders.Fuse()
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.lost("ab é\n\u4e2dZa") == "Z\u4e2d"
+    assert lost_note(tokenizer, "abé", "x") is None
+    assert lost_note(tokenizer, "aZ", "the prompt").startswith(
+        "warning: the tokenizer does not know 'Z': left out of the prompt"
+    )
+    assert trained("bpe").lost("Zé\u4e2d\0") == ""  # of bytes: there is nothing that it does not know
+    # And a run says so.
+    (tmp_path / "x.txt").write_text("abZé" * 30)
+    corpus = datasets.load(
+        datasets.DataConfig(kind="text", path=str(tmp_path / "x.txt"), tokenizer=str(tmp_path)), None
+    )
+    assert corpus.note == lost_note(tokenizer, "Z", "the texts")
 
 
 @pytest.fixture

@@ -260,6 +260,7 @@ def test_modules_import_only_what_stands_above_them():
         *(
             "data.loader",
             "data.tokenizer",
+            "data.long_texts",
             "data.chat",
             "data.frame",
             "data.store",

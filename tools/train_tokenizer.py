@@ -15,11 +15,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from minitf.data import long_texts
 from minitf.data.packing import write_durably
 from minitf.data.store import MANIFEST
 from minitf.data.tokenizer import CONFIG, FILE, SPELLINGS, make_tokenizer
 from minitf.paths import given
-from tools.preparation import documents, long_texts
+from tools.preparation import documents
 
 SPECIALS = [SPELLINGS[role][0] for role in ("eos", "turn_start", "turn_end")]
 SAMPLE = 4 << 20  # bytes of text on which the result is measured

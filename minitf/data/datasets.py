@@ -16,6 +16,7 @@ import grain
 import numpy as np
 
 from minitf.data import frame as frames
+from minitf.data import long_texts
 from minitf.data.frame import Frame
 from minitf.data.store import (
     MANIFEST,
@@ -28,7 +29,16 @@ from minitf.data.store import (
     open_tokens,
     read_manifest,
 )
-from minitf.data.tokenizer import FILE, Tokenizer, as_unicode, id_dtype, load_tokenizer, make_tokenizer
+from minitf.data.tokenizer import (
+    FILE,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    as_unicode,
+    id_dtype,
+    load_tokenizer,
+    lost_note,
+    make_tokenizer,
+)
 from minitf.paths import FIRST, container, files_below, given
 from minitf.tables import pick
 
@@ -86,12 +96,19 @@ Documents = list[tuple[str, bytes]]  # (name, text)
 def tokenized(name: str, texts: Documents, tokenizer: Tokenizer, frame: Frame, rows: int | None = None) -> Store:
     """Documents as a store in memory, each in its frame. Raises ValueError for an id that is not below `rows`, where given."""
     size = tokenizer.vocab_size
-    ids = [tokenizer.encode(text, doc) for doc, text in texts]
+    ids = [long_texts.encode(tokenizer, text, doc) for doc, text in texts]
     if rows is not None and rows < size:
         for (doc, _), found in zip(texts, ids, strict=True):
             check_rows(found, rows, doc)
     store = concatenated(name, ids, size, id_dtype(size), frame.end, frame.opens)
     return dataclasses.replace(store, text_bytes=sum(len(text) for _, text in texts))
+
+
+def characters(tokenizer: Tokenizer, texts: Documents) -> str:
+    """Those of texts that the tokenizer may not hold, each once."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return ""
+    return "".join(set().union(*(text.decode() for _, text in texts)))
 
 
 def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig, framing: Framing) -> Corpus:
@@ -103,7 +120,9 @@ def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig,
         digest.update(os.fsencode(doc) + b"\0" + text)
     parts = (("train", train), ("val", val))
     stores = (tokenized(f"{name} ({split})", texts, tokenizer, frame) for split, texts in parts)
-    return Corpus(*stores, tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest(), frame)
+    stores = list(stores)  # which tells of what is not UTF-8
+    note = lost_note(tokenizer, characters(tokenizer, train + val), "the texts")
+    return Corpus(*stores, tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest(), frame, note=note)
 
 
 def hashed_to_val(name: str, fraction: float) -> bool:

@@ -61,6 +61,10 @@ class Tokenizer(Protocol):
         """The text of ids; special ids give nothing."""
         ...
 
+    def lost(self, text: str) -> str:
+        """The characters of a text that its ids do not hold: left out, or all written as one unknown token."""
+        ...
+
 
 def by_role(specials: Mapping[str, int]) -> dict[str, int]:
     """Our own tokenizers' special ids by the spelling that is the usual one for their role."""
@@ -118,6 +122,9 @@ class ByteTokenizer:
     def decode(self, ids: np.ndarray) -> bytes:
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes()
+
+    def lost(self, text: str) -> str:
+        return ""
 
 
 def as_unicode(text: bytes, source: str) -> str:
@@ -184,6 +191,9 @@ class CharTokenizer:
 
     def decode(self, ids: np.ndarray) -> bytes:
         return "".join(self.alphabet[i] for i in np.asarray(ids)).encode()
+
+    def lost(self, text: str) -> str:
+        return ""  # `encode` refuses what it does not know
 
 
 @functools.cache
@@ -318,6 +328,29 @@ class HuggingFaceTokenizer:
         if self._pieces is not None:
             return b"".join(self._pieces[i] for i in ids)
         return self.library.decode(ids.tolist(), skip_special_tokens=True).encode()
+
+    @functools.cached_property
+    def _unknown(self) -> int | None:
+        """The id of what the vocabulary does not hold."""
+        model = json.loads(self.contents)["model"]
+        return self._vocabulary.get(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
+
+    def lost(self, text: str) -> str:
+        characters = [c for c in sorted(set(text)) if not c.isspace()]
+        # Between others: a normaliser may take away what stands at an end. An accent becomes one letter with the one before.
+        nothing, *found = self.encode_batch(["aa", *(f"a{c}a" for c in characters)])
+        without = self.decode(nothing)
+        gone = lambda ids: self._unknown in ids.tolist() or self.decode(ids) == without
+        return "".join(c for c, ids in zip(characters, found, strict=True) if gone(ids))
+
+
+def lost_note(tokenizer: Tokenizer, text: str, where: str) -> str | None:
+    """What to say of the characters of a text that its ids do not hold; None: they hold all."""
+    lost = tokenizer.lost(text)
+    if not lost:
+        return None
+    shown = ", ".join(map(repr, lost[:10])) + (f" and {len(lost) - 10} others" if len(lost) > 10 else "")
+    return f"warning: the tokenizer does not know {shown}: left out of {where}, or written as its unknown token"
 
 
 TOKENIZERS = {  # name -> tokenizer for these (source, text) documents

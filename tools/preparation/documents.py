@@ -28,10 +28,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from minitf.data.chat import chatml_pieces
+from minitf.data.long_texts import BLOCK
 from minitf.data.store import check_width
 from minitf.paths import FIRST, container, files_below, given
 
-BLOCK = 8 << 20  # bytes of a text that are in memory at a time
 LINE = 256 << 20  # the longest line of JSON
 STDIN = "-"
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minitf.data import store
+from minitf.data import long_texts, store
 from minitf.data.frame import start_of
 from minitf.data.tokenizer import HuggingFaceTokenizer, Tokenizer, make_tokenizer
-from tools.preparation import documents, long_texts
+from tools.preparation import documents
 from tools.preparation.directory import UNFINISHED, read_json, write_json
 from tools.preparation.documents import FORMATS, Reading, Span
 from tools.preparation.duplicates import Shingles

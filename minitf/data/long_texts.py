@@ -1,14 +1,15 @@
 """Long texts in pieces that are encoded one by one, and give the ids of the whole."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from minitf.data.tokenizer import HuggingFaceTokenizer
-from tools.preparation import documents
+from minitf.data.tokenizer import HuggingFaceTokenizer, Tokenizer, as_unicode
 
+BLOCK = 8 << 20  # bytes of a text that are in memory at a time
 PIECE = 128 << 10  # bytes of a long text that are encoded at a time
 NEAR = 512  # bytes on each side of a cut that decide whether it changes ids
 WINDOW = 16 << 20  # how far a cut is looked for
@@ -16,7 +17,7 @@ WINDOW = 16 << 20  # how far a cut is looked for
 
 def slices(blocks: Iterable[bytes]) -> Iterator[bytes]:
     for block in blocks:
-        yield from (block[i : i + documents.BLOCK] for i in range(0, len(block), documents.BLOCK))
+        yield from (block[i : i + BLOCK] for i in range(0, len(block), BLOCK))
 
 
 def place_for_cut(text: bytes, start: int, low: int, high: int, fits: Callable[[bytes, bytes], bool]) -> int | None:
@@ -90,3 +91,20 @@ def pieces_for(tokenizer: Any) -> Callable[[Iterable[bytes]], Iterator[bytes]]:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return slices
     return lambda blocks: pieces(blocks, functools.partial(keeps_ids, tokenizer))
+
+
+TOGETHER = 16  # pieces that are encoded at once, on as many threads as the library takes
+
+
+def encode(tokenizer: Tokenizer, text: bytes, source: str) -> np.ndarray:
+    """Ids of a text of any length, as `tokenizer.encode` gives them: of a long one at once, Hugging Face's library would take a
+    hundred times its memory."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or len(text) <= PIECE:
+        return tokenizer.encode(text, source)
+    as_unicode(text, source)  # raises, with the place in the whole
+    # Where there is no place to cut, the rest is one piece.
+    found = pieces(slices([text]), functools.partial(keeps_ids, tokenizer), window=len(text))
+    ids = tokenizer.encode_batch([next(found).decode()])
+    while some := list(itertools.islice(found, TOGETHER)):
+        ids += encode_behind(tokenizer, [piece.decode() for piece in some])
+    return np.concatenate(ids)
