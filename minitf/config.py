@@ -23,7 +23,8 @@ from minitf.data.mixture import shares
 from minitf.data.pipeline import PACKINGS
 from minitf.data.tokenizer import check_name
 from minitf.distributed import LONGEST, DistributedConfig, WatchdogConfig
-from minitf.model.attention import ATTENTION, AUTO, IMPLEMENTATIONS, LANES, sizes
+from minitf.model.attention import ATTENTION, sizes
+from minitf.model.kernels import AUTO, IMPLEMENTATIONS, LANES
 from minitf.model.loss import LossConfig
 from minitf.model.mlp import MLP
 from minitf.model.transformer import NORMS, POSITIONS, REMAT, ModelConfig, pattern
@@ -31,7 +32,7 @@ from minitf.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from minitf.params import SCHEMES
 from minitf.paths import given
 from minitf.sampling import SampleConfig
-from minitf.sharding import AXES, COLLECTIVES, MeshConfig
+from minitf.sharding import COLLECTIVES, MeshConfig, mesh_settings
 from minitf.tables import check_unread, did_you_mean, pick
 
 
@@ -466,7 +467,7 @@ def validate(cfg: Config) -> None:
     for platform in dataclasses.asdict(cfg.compiler_options):
         cfg.compiler_options.of(platform)
     for prefix, of in {"": "devices", "dcn_": "hosts"}.items():
-        for axis in AXES:
+        for axis in mesh_settings():
             n = getattr(cfg.mesh, prefix + axis)
             constraint = f"at least 1, or -1 for the {of} that the others leave"
             require(f"mesh.{prefix}{axis}", n, n == -1 or n >= 1, constraint)

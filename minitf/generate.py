@@ -24,8 +24,7 @@ from minitf.data.tokenizer import Tokenizer, lost_note
 from minitf.distributed import leave_absent_tpu
 from minitf.paths import given
 from minitf.sampling import TEMPERATURE, Completion, Sampler, Sampling, complete, prepared, prompt_ids
-from minitf.sharding import AXES, MeshConfig
-from minitf.train import use_compilation_cache
+from minitf.sharding import MeshConfig, mesh_settings
 
 NEW_TOKENS = 256  # at most, where --max_new_tokens does not say
 
@@ -298,7 +297,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     add("--batch_size", type=int, default=8, metavar="N", help="texts at a time; changes speed only (default: 8)")
     add("--chunk", type=int, metavar="N", help="tokens between two looks at the text; changes speed only (default: 16)")
-    for axis in AXES:
+    for axis in mesh_settings():
         default_size = getattr(MeshConfig(), axis)
         add(
             f"--mesh.{axis}",
@@ -343,8 +342,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.chat and prompts is not None:
             prompts = [begin + ([{"role": "user", "content": p}] if isinstance(p, str) else p) for p in prompts]
         workdir = run.resolve(args.workdir)
-        mesh = sharding.make_mesh(MeshConfig(**{axis: getattr(args, f"mesh.{axis}") for axis in AXES}))
-        use_compilation_cache(None, workdir)
+        mesh = sharding.make_mesh(MeshConfig(**{axis: getattr(args, f"mesh.{axis}") for axis in mesh_settings()}))
+        run.use_compilation_cache(None, workdir)
         # The model's own arrays are let go at once: the writer has others.
         writer = writer_of(run.load_model(workdir, args.step, mesh), run.tokenizer_of(workdir), mesh)
         how = dict(sampling=sampling, seed=args.seed, stops=args.stop, chunk=args.chunk)

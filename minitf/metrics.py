@@ -124,12 +124,6 @@ def free_memory(device: Any) -> float | None:
     return free
 
 
-def group_of(name: str) -> str:
-    """The group whose norms are logged together: `blocks/0/attention/q` -> `attention`, `head` -> `head`."""
-    parts = name.split("/")
-    return parts[2] if parts[0] == "blocks" else parts[0]
-
-
 def human(n: float) -> str:
     """1234567 -> 1.23M."""
     for unit in ("", "k", "M", "G", "T"):

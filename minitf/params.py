@@ -108,6 +108,12 @@ def unstacked(stack: Any) -> list[Any]:
     return [jax.tree.map(lambda leaf, i=i: one(leaf, i), stack, is_leaf=is_param) for i in range(n)]
 
 
+def group_of(name: str) -> str:
+    """The group whose norms are logged together: `blocks/0/attention/q` -> `attention`, `head` -> `head`."""
+    parts = name.split("/")
+    return parts[2] if parts[0] == "blocks" else parts[0]
+
+
 def count(specs: Any) -> dict[str, int]:
     """Numbers of parameters: `total`, `embedding` (token and position tables; a tied head is one of them), `non_embedding`."""
     sizes = [(p.kind == "embedding", p.size) for _, p in named(specs)]

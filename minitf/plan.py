@@ -21,7 +21,8 @@ import numpy as np
 
 import minitf
 from minitf import config as config_lib
-from minitf import hlo, sharding, topology, train
+from minitf import hlo, sharding, topology
+from minitf import job as job_lib
 from minitf import params as P
 from minitf.config import Config
 from minitf.data import pipeline
@@ -53,15 +54,15 @@ def vocabulary(cfg: Config) -> int:
     )
 
 
-def job_of(cfg: Config, devices: list) -> train.Job:
+def job_of(cfg: Config, devices: list) -> job_lib.Job:
     """The job on these devices, without data. Raises ValueError where they do not fit."""
     o = cfg.optimizer
     # A length in epochs follows from the data; the step is the same for any.
     steps = o.warmup_steps + (o.decay_steps or 1) if cfg.epochs is not None else config_lib.total_steps(cfg, 0)
-    return train.design(cfg, steps, vocabulary(cfg), devices)
+    return job_lib.design(cfg, steps, vocabulary(cfg), devices)
 
 
-def abstract_batch(job: train.Job) -> Batch:
+def abstract_batch(job: job_lib.Job) -> Batch:
     """Shapes of a batch, laid out as the real ones are."""
     cfg, layout = job.cfg, sharding.batch_sharding(job.mesh)
     fields = ISOLATED if pipeline.has_segments(cfg.data) else TOKENS
@@ -93,10 +94,10 @@ def too_large(message: str) -> TooLarge | None:
     return None
 
 
-def compile_step(job: train.Job) -> tuple[jax.stages.Compiled, train.Program]:
+def compile_step(job: job_lib.Job) -> tuple[jax.stages.Compiled, job_lib.Program]:
     """The program that training would run, and what it is for. Raises TooLarge; ValueError where the compiler refuses it."""
-    functions = train.program(job)
-    with train.surroundings(job.mesh, job.cfg.model.dtype):
+    functions = job_lib.program(job)
+    with sharding.surroundings(job.mesh, job.cfg.model.dtype):
         try:
             lowered = functions.step.lower(functions.state, abstract_batch(job))
         except RuntimeError as e:  # JAX looks for it when it traces
@@ -172,7 +173,7 @@ def in_a_slice(mesh: jax.sharding.Mesh) -> dict[str, int]:
     return {axis: n // k for (axis, n), k in zip(mesh.shape.items(), across, strict=True)}
 
 
-def by_kind(module: hlo.Module, run: hlo.Runs, job: train.Job) -> list[dict[str, Any]]:
+def by_kind(module: hlo.Module, run: hlo.Runs, job: job_lib.Job) -> list[dict[str, Any]]:
     """Collectives of the same kind, axes and place, their calls and bytes a step on one device added up."""
     slices = sharding.hosts(list(job.mesh.devices.flat))
     rows: dict[tuple, dict[str, Any]] = {}
@@ -208,7 +209,7 @@ def by_kind(module: hlo.Module, run: hlo.Runs, job: train.Job) -> list[dict[str,
     return sorted(rows.values(), key=lambda r: -r["wire_bytes"])
 
 
-def plan(job: train.Job, name: str) -> dict[str, Any]:
+def plan(job: job_lib.Job, name: str) -> dict[str, Any]:
     """What the job needs and does on the topology whose devices it is on; only that it does not fit where it does not."""
     cfg, mesh = job.cfg, job.mesh
     devices = list(mesh.devices.flat)
@@ -219,8 +220,8 @@ def plan(job: train.Job, name: str) -> dict[str, Any]:
         "device": devices[0].device_kind,
         "devices": len(devices),
         "slices": sharding.hosts(devices),
-        "mesh": dict(mesh.shape),
-        "attention": train.implementation(cfg, mesh),
+        "mesh": {a: n for a, n in mesh.shape.items() if n > 1 or a in sharding.mesh_settings()},
+        "attention": job_lib.implementation(cfg, mesh),
         "remat": cfg.model.remat,
         "batch_size": cfg.batch_size,
         "accumulation": cfg.accumulation,
@@ -255,7 +256,7 @@ def plan(job: train.Job, name: str) -> dict[str, Any]:
     }
 
 
-def work(module: hlo.Module, run: hlo.Runs, job: train.Job, known: dict[str, Any]) -> dict[str, Any]:
+def work(module: hlo.Module, run: hlo.Runs, job: job_lib.Job, known: dict[str, Any]) -> dict[str, Any]:
     """What a step computes and sends, and how long that may take; with what is assumed."""
     cfg, devices = job.cfg, list(job.mesh.devices.flat)
     device = DEVICES[devices[0].device_kind]
@@ -297,7 +298,7 @@ def work(module: hlo.Module, run: hlo.Runs, job: train.Job, known: dict[str, Any
     return result | {"assumptions": assumptions(job, device, result, run.unknown)}
 
 
-def assumptions(job: train.Job, device: Device, found: dict[str, Any], unknown: tuple[str, ...]) -> list[str]:
+def assumptions(job: job_lib.Job, device: Device, found: dict[str, Any], unknown: tuple[str, ...]) -> list[str]:
     """What the figures take for granted."""
     if device.clock is None:
         return [
@@ -330,13 +331,13 @@ def assumptions(job: train.Job, device: Device, found: dict[str, Any], unknown: 
 # ---- other settings that fit
 
 
-def with_settings(job: train.Job, devices: list, remat: str, batch_size: int, accumulation: int) -> train.Job:
+def with_settings(job: job_lib.Job, devices: list, remat: str, batch_size: int, accumulation: int) -> job_lib.Job:
     model = dataclasses.replace(job.cfg.model, remat=remat)
     cfg = dataclasses.replace(job.cfg, model=model, batch_size=batch_size, accumulation=accumulation)
-    return train.design(cfg, job.steps, model.vocab_size, devices)
+    return job_lib.design(cfg, job.steps, model.vocab_size, devices)
 
 
-def search(job: train.Job, name: str) -> Iterator[dict[str, Any]]:
+def search(job: job_lib.Job, name: str) -> Iterator[dict[str, Any]]:
     """The plans of other settings: for each remat policy the batch in ever more parts until it fits; where it does in one part,
     ever larger batches until one does not, at most four times the config's."""
     cfg, devices = job.cfg, list(job.mesh.devices.flat)

@@ -1,9 +1,11 @@
 """The work directory of a run: who writes in it, what it holds, whether a run may go on in it, and its model."""
 
 import contextlib
+import functools
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -300,6 +302,25 @@ def begin(workdir: epath.Path, cfg: Config, overwrite: bool = False) -> tuple[bo
 
 def store_config(workdir: epath.Path, cfg: Config) -> None:
     write_whole(workdir / "config.json", config_lib.to_json(cfg))
+
+
+@functools.cache
+def commit() -> str | None:
+    """The git commit of the code, with a + where files differ from it; None outside a repository."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def use_compilation_cache(setting: str | None, workdir: epath.Path) -> None:
+    """Keeps compiled programs from one start to the next, so that a restart is quick. JAX's own variable goes first."""
+    if setting == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    directory = workdir.parent / ".compilation_cache" if setting is None else resolve(setting, "compilation_cache")
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start has many small programs
 
 
 # ---- its model

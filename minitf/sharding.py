@@ -21,24 +21,34 @@ from jax.sharding import PartitionSpec as P
 
 from minitf import params as P_
 from minitf.params import Param
-from minitf.tables import columns
 
-AXES = ("data", "fsdp", "tensor")
-# A mesh may have two axes in the place of fsdp: see `inner_size`. Whatever names AXES goes through `laid` or `sizes_of`.
-FACTORS = ("fsdp_outer", "fsdp_inner")
-BATCH = ("data", "fsdp")  # the batch is sharded over both; weights over fsdp and tensor
 
-RULES: dict[str, str | None] = {  # logical axis of a Param -> mesh axis
-    "layers": None,
-    "vocab": "tensor",
-    "positions": None,
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": None,
-    "mlp": "tensor",
-    "norm": None,
+class MeshAxis(NamedTuple):
+    setting: str  # the size in MeshConfig that it is, or that it is a factor of
+    rows: bool = False  # whether it shards the rows of a batch
+
+
+AXES = {  # of every mesh, outermost first: those that send least. An axis of size 1 changes no program.
+    "data": MeshAxis("data", rows=True),
+    "fsdp": MeshAxis("fsdp", rows=True),
+    "fsdp_inner": MeshAxis("fsdp", rows=True),  # see `inner_size`
+    "tensor": MeshAxis("tensor"),
 }
+BATCH = tuple(name for name, axis in AXES.items() if axis.rows)
+
+# Logical axis of a Param -> the mesh axes that shard it, those that an earlier dimension of the same array has taken aside.
+RULES: dict[str, tuple[str, ...]] = {
+    "layers": (),
+    "vocab": ("tensor",),
+    "positions": (),
+    "embed": ("fsdp", "fsdp_inner"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "norm": (),
+}
+GATHERED = ("embed",)  # logical axes that are made whole where a product uses the array
 
 
 SETTINGS = {  # logical axis -> the setting that sizes it
@@ -67,10 +77,15 @@ class MeshConfig:
     fsdp_inner: int | None = None
 
 
+def mesh_settings() -> tuple[str, ...]:
+    """The sizes of a mesh by their names in MeshConfig, in the order of AXES."""
+    return tuple(dict.fromkeys(axis.setting for axis in AXES.values()))
+
+
 def filled(prefix: str, cfg: MeshConfig, total: int, of: str) -> list[int]:
-    """The sizes of the settings prefix + AXES, -1 replaced by what the others leave of the total. Raises ValueError where they do
-    not fit; `of`: what there are so many of."""
-    sizes = {prefix + a: getattr(cfg, prefix + a) for a in AXES}
+    """The sizes of the settings prefix + `mesh_settings`, -1 replaced by what the others leave of the total. Raises ValueError where
+    they do not fit; `of`: what there are so many of."""
+    sizes = {prefix + a: getattr(cfg, prefix + a) for a in mesh_settings()}
     text = ", ".join(f"mesh.{a}={n}" for a, n in sizes.items())
     rest = [a for a, n in sizes.items() if n == -1]
     if len(rest) > 1:
@@ -91,10 +106,10 @@ Shape = tuple[int, ...]
 
 
 def mesh_shape(cfg: MeshConfig, devices: int, hosts: int = 1) -> tuple[Shape, Shape]:
-    """Sizes of AXES on so many devices (inside a host, across hosts). Raises ValueError where they do not fit."""
+    """Sizes of `mesh_settings` on so many devices (inside a host, across hosts). Raises ValueError where they do not fit."""
     if devices % hosts:
         raise ValueError(f"{devices} devices on {hosts} hosts: each host must have as many")
-    if any(getattr(cfg, f"dcn_{a}") != 1 for a in AXES):
+    if any(getattr(cfg, f"dcn_{a}") != 1 for a in mesh_settings()):
         across = filled("dcn_", cfg, hosts, "hosts")
         inside = filled("", cfg, devices // hosts, "devices" if hosts == 1 else "devices on a host")
         return tuple(inside), tuple(across)
@@ -128,103 +143,90 @@ def line(coords: Sequence[tuple[int, ...]]) -> int:
     return lengths[-1]
 
 
-def inner_size(cfg: MeshConfig, grid: np.ndarray) -> int:
-    """The size of the inner of two axes that take the place of fsdp in a grid of devices [data, fsdp, tensor]; 1 or all: fsdp is one.
-    Raises ValueError for a size that does not divide fsdp."""
-    devices = grid[0, :, 0]
-    if cfg.fsdp_inner is None:
+def inner_size(cfg: MeshConfig, devices: Sequence[Any]) -> int:
+    """The size of the axis fsdp_inner, of devices along fsdp; 1: all are along the axis fsdp. Raises ValueError for a size that does
+    not divide them."""
+    n, inner = len(devices), cfg.fsdp_inner
+    if inner is None:
         known = cfg.collectives == "manual" and devices[0].platform == "tpu"
-        return line([d.coords for d in devices]) if known else 1
-    if len(devices) % cfg.fsdp_inner:
-        raise ValueError(f"mesh.fsdp_inner={cfg.fsdp_inner}: does not divide mesh.fsdp, here {len(devices)}")
-    return cfg.fsdp_inner
+        inner = line([d.coords for d in devices]) if known else 1
+    if n % inner:
+        raise ValueError(f"mesh.fsdp_inner={inner}: does not divide mesh.fsdp, here {n}")
+    return 1 if inner == n else inner
 
 
 def make_mesh(cfg: MeshConfig, devices: list | None = None) -> Mesh:
     """The mesh over all devices (or those given), tensor innermost, hosts outermost in each axis. Enter it with `jax.set_mesh`.
     Raises ValueError where the sizes do not fit."""
     devices = jax.devices() if devices is None else devices
-    n = hosts(devices)
+    n, settings = hosts(devices), mesh_settings()
     inside, across = mesh_shape(cfg, len(devices), n)
     if n == 1:
         try:
-            grid = jax.make_mesh(inside, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices).devices
+            types = (AxisType.Auto,) * len(settings)
+            grid = jax.make_mesh(inside, settings, axis_types=types, devices=devices).devices
         except NotImplementedError:  # no axis of the TPU's torus is as long as one of ours: part of one, then
             grid = mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
     else:
         grid = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
-    axes, (data, fsdp, tensor), inner = AXES, grid.shape, inner_size(cfg, grid)
-    if 1 < inner < fsdp:
-        grid, axes = grid.reshape(data, fsdp // inner, inner, tensor), ("data", *FACTORS, "tensor")
-    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+    sizes = dict(zip(settings, grid.shape, strict=True))
+    inner = inner_size(cfg, np.moveaxis(grid, settings.index("fsdp"), 0).reshape(sizes["fsdp"], -1)[:, 0].tolist())
+    factors = {"fsdp": sizes["fsdp"] // inner, "fsdp_inner": inner}
+    grid = grid.reshape([factors.get(name, sizes[axis.setting]) for name, axis in AXES.items()])
+    return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 
 AnyMesh = Mesh | AbstractMesh
 
 
-def axes_of(axis: str, mesh: AnyMesh) -> tuple[str, ...]:
-    """The mesh axes, outermost first, of one of AXES."""
-    return (axis,) if axis in mesh.axis_names else FACTORS
+def sizes(mesh: AnyMesh) -> dict[str, int]:
+    """The size of each of `mesh_settings`."""
+    of = lambda setting: math.prod(mesh.shape[name] for name, axis in AXES.items() if axis.setting == setting)
+    return {setting: of(setting) for setting in mesh_settings()}
 
 
-def sizes_of(mesh: AnyMesh) -> dict[str, int]:
-    """The size of each of AXES."""
-    return {axis: math.prod(mesh.shape[a] for a in axes_of(axis, mesh)) for axis in AXES}
+def devices_along(axes: Sequence[str], mesh: AnyMesh) -> int:
+    return math.prod(mesh.shape[a] for a in axes)
 
 
-def laid(spec: P, mesh: AnyMesh) -> P:
-    """A PartitionSpec in AXES as one in the axes of the mesh."""
-
-    def one(entry: Any) -> Any:
-        if entry is None or entry is P.UNCONSTRAINED:
-            return entry
-        axes = tuple(a for axis in ((entry,) if isinstance(entry, str) else entry) for a in axes_of(axis, mesh))
-        return entry if len(axes) == 1 else axes
-
-    return P(*map(one, spec))
-
-
-def placed(mesh: Mesh, spec: P) -> NamedSharding:
-    """The sharding of a PartitionSpec in AXES."""
-    return NamedSharding(mesh, laid(spec, mesh))
-
-
-def describe_mesh(cfg: MeshConfig, mesh: Mesh) -> str:
-    """The sizes of the axes, the factors of fsdp, and which part of them lies across hosts."""
-    devices = list(mesh.devices.flat)
-    text = ", ".join(f"{a}={n}" for a, n in sizes_of(mesh).items())
-    if FACTORS[0] in mesh.shape:
-        text += f"; fsdp as {' x '.join(str(mesh.shape[a]) for a in FACTORS)}"
-    if (n := hosts(devices)) > 1:
-        _, across = mesh_shape(cfg, len(devices), n)
-        kind = "slices" if devices[0].platform == "tpu" else "hosts"
-        text += f"; across {n} {kind}: " + ", ".join(f"{a}={f}" for a, f in zip(AXES, across, strict=True) if f > 1)
-    return text
+def mesh_axes(p: Param) -> list[tuple[str, ...]]:
+    """The mesh axes that shard each dimension of an array."""
+    found: list[tuple[str, ...]] = []
+    for axis in p.full_axes:
+        taken = [a for axes in found for a in axes]
+        found.append(tuple(a for a in RULES[axis] if a not in taken))
+    return found
 
 
 def partition(p: Param, *, gathered: bool = False) -> P:
-    """The declaration's PartitionSpec; `gathered`: as used in a product, that is without fsdp."""
-    entries = [RULES[a] for a in p.full_axes]
-    return P(*(None if gathered and m == "fsdp" else m for m in entries))
+    """The declaration's PartitionSpec; `gathered`: as used in a product."""
+    entries = zip(p.full_axes, mesh_axes(p), strict=True)
+    return P(*(None if not axes or (gathered and axis in GATHERED) else axes for axis, axes in entries))
 
 
 def check_divisible(specs: Any, mesh: Mesh) -> None:
     """Raises ValueError naming the parameter, its axis, the mesh axis and both sizes."""
     for name, p in P_.named(specs):
-        for axis, size in zip(p.full_axes, p.full_shape, strict=True):
-            mesh_axis = RULES[axis]
-            n = 1 if mesh_axis is None else sizes_of(mesh)[mesh_axis]
+        for axis, size, axes in zip(p.full_axes, p.full_shape, mesh_axes(p), strict=True):
+            n = devices_along(axes, mesh)
             if size % n:
-                fix = f"{SETTINGS[axis]}={size} with mesh.{mesh_axis}={n}; the next that divides is {-(-size // n) * n}"
+                settings = ", ".join(f"mesh.{s}={sizes(mesh)[s]}" for s in settings_of(axes, mesh))
+                named = " x ".join(map(repr, settings_of(axes, mesh)))
+                fix = f"{SETTINGS[axis]}={size} with {settings}; the next that divides is {-(-size // n) * n}"
                 raise ValueError(
-                    f"{name}: axis {axis!r} has size {size}, not divisible by mesh axis {mesh_axis!r} of size {n} ({fix})"
+                    f"{name}: axis {axis!r} has size {size}, not divisible by mesh axis {named} of size {n} ({fix})"
                 )
+
+
+def settings_of(axes: Sequence[str], mesh: AnyMesh) -> list[str]:
+    """The settings of those of the mesh axes that have several devices."""
+    return list(dict.fromkeys(AXES[a].setting for a in axes if mesh.shape[a] > 1))
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
     """A NamedSharding for every declaration. Raises ValueError for a size that the mesh does not divide."""
     check_divisible(specs, mesh)
-    return P_.tree_map(lambda p: placed(mesh, partition(p)), specs)
+    return P_.tree_map(lambda p: NamedSharding(mesh, partition(p)), specs)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -232,8 +234,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over data and fsdp; every process of a tensor axis holds the same rows."""
-    return placed(mesh, P(BATCH))
+    """Rows over the axes that shard them; every process along another holds the same rows."""
+    return NamedSharding(mesh, P(BATCH))
 
 
 def precision(dtype: str) -> str:
@@ -249,7 +251,7 @@ def surroundings(mesh: Mesh, dtype: str) -> Iterator[None]:
 
 
 def batch_shards(mesh: AnyMesh) -> int:
-    return math.prod(sizes_of(mesh)[a] for a in BATCH)
+    return devices_along(BATCH, mesh)
 
 
 def platform(mesh: Mesh) -> str:
@@ -290,9 +292,6 @@ def per_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable
     mesh = spread()
     if mesh is None:
         return f
-    in_specs, out_specs = jax.tree.map(
-        lambda spec: laid(spec, mesh), (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P)
-    )
     # check_vma: kernels do not say over which axes their results vary.
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -301,7 +300,7 @@ def constrain(x: jax.Array, spec: P) -> jax.Array:
     """`with_sharding_constraint`; without a mesh, on one device and inside `manual` the identity, so that no activation is kept
     twice."""
     mesh = spread()
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, laid(spec, mesh))
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, spec)
 
 
 def pin(x: jax.Array) -> jax.Array:
@@ -382,10 +381,10 @@ def gather(layer_params: Any, specs: Any, dtype: str) -> Any:
     def one(p: Param, w: jax.Array) -> jax.Array:
         if p.kind in ("scale", "bias"):
             return w
+        p = dataclasses.replace(p, stack=())
         if is_manual(mesh):
-            return sent(w, lambda w: gathered(w, p.axes.index("embed"), axes_of("fsdp", mesh)), dtype)
-        spec = partition(dataclasses.replace(p, stack=()), gathered=True)
-        return sent(w, lambda w: constrain(w, spec), dtype)
+            return sent(w, lambda w: gathered(w, p, mesh), dtype)
+        return sent(w, lambda w: constrain(w, partition(p, gathered=True)), dtype)
 
     return P_.tree_map(one, specs, layer_params)
 
@@ -413,8 +412,9 @@ def lookup(table: jax.Array, spec: Param, ids: jax.Array, dtype: str) -> jax.Arr
     """The rows of a table [V, D] that ids [B, S] name, [B, S, D] in the compute dtype."""
     mesh = jax.sharding.get_abstract_mesh()
     # A row and its gradient travel once for each token, or once for each row of the table.
-    if is_manual(mesh) and ids.size < table.shape[0]:
-        return exchanged(table, ids, dtype, axes_of("fsdp", mesh))
+    along = tuple(a for a in mesh_axes(spec)[1] if is_manual(mesh) and mesh.shape[a] > 1)
+    if along and ids.size < table.shape[0]:
+        return exchanged(table, ids, dtype, along)
     return rows_of(gather(table, spec, dtype), ids, dtype)
 
 
@@ -428,27 +428,28 @@ def manual(f: Gradients, specs: Any, dtype: str) -> Gradients:
     """f made to run on each device with its own rows and its own shards of params, and its results summed over all of them: the
     gradient is sharded as params are. Further arguments are the same everywhere.
 
-    What is sharded along fsdp was summed along it where it was used: `gather` gives its gradient in shards. All else is summed here,
-    once; over data in what `travels`.
+    A gradient is summed here, once, over the axes that shard rows and not the parameter. Along those that shard it `gather` has
+    summed it where the parameter was used, and then it is summed in what `travels`.
     """
 
     def on_all(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         mesh = jax.sharding.get_abstract_mesh()
-        sizes = sizes_of(mesh)
-        assert sizes["tensor"] == 1, sizes
-        data, fsdp = (axes_of(axis, mesh) for axis in BATCH)
-        layout, rows = P_.tree_map(lambda p: laid(partition(p), mesh), specs), laid(P(BATCH), mesh)
+        assert mesh.size == batch_shards(mesh), mesh
+        layout = P_.tree_map(partition, specs)
 
         def summed(p: Param, g: jax.Array) -> jax.Array:
-            if "fsdp" not in partition(p):
-                return jax.lax.psum(g, data + fsdp)
-            return g if sizes["data"] == 1 else jax.lax.psum(g.astype(travels(dtype)), data).astype(g.dtype)
+            taken = [a for axes in mesh_axes(p) for a in axes if a in BATCH]
+            left = tuple(a for a in BATCH if a not in taken)
+            if not taken:
+                return jax.lax.psum(g, left)
+            alone = devices_along(left, mesh) == 1
+            return g if alone else jax.lax.psum(g.astype(travels(dtype)), left).astype(g.dtype)
 
         def on_one(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
             sums, grads = f(params, batch, *rest)
-            return jax.lax.psum(sums, data + fsdp), P_.tree_map(summed, specs, grads)
+            return jax.lax.psum(sums, BATCH), P_.tree_map(summed, specs, grads)
 
-        in_specs = (layout, rows, *(P() for _ in rest))
+        in_specs = (layout, P(BATCH), *(P() for _ in rest))
         run = jax.shard_map(on_one, in_specs=in_specs, out_specs=(P(), layout), check_vma=False)
         return run(params, batch, *rest)
 
@@ -469,7 +470,15 @@ COLLECTIVES = {
 }
 
 
-def gathered(w: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+def gathered(w: jax.Array, p: Param, mesh: AnyMesh) -> jax.Array:
+    """The array of a declaration, of which this is one device's part, whole along its GATHERED dimensions."""
+    for dim, (axis, axes) in enumerate(zip(p.axes, mesh_axes(p), strict=True)):
+        if axis in GATHERED:
+            w = whole(w, dim, tuple(a for a in axes if mesh.shape[a] > 1))
+    return w
+
+
+def whole(w: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """w whole along a dimension that is sharded over these mesh axes, axis by axis. Its transpose scatters the gradient's sum,
     likewise.
 
@@ -490,20 +499,6 @@ def exchanged(table: jax.Array, ids: jax.Array, dtype: str, axes: tuple[str, ...
     Along the others columns are gathered: with fewer in a row and more rows, lookups would take longer than sending the columns.
     """
     outer, *others = axes
-    table = sent(table, lambda t: gathered(t, 1, tuple(others)), dtype)
+    table = sent(table, lambda t: whole(t, 1, tuple(others)), dtype)
     columns = rows_of(table, jax.lax.all_gather(ids, outer, tiled=True), dtype)
     return jax.lax.all_to_all(columns, outer, split_axis=0, concat_axis=2, tiled=True)
-
-
-def table(specs: Any, mesh: Mesh) -> str:
-    """The start-up table: parameter, shape, dtype, partition, bytes per device."""
-    rows = [("parameter", "shape", "dtype", "partition", "bytes/device")]
-    total = 0
-    for name, p in P_.named(specs):
-        local = placed(mesh, partition(p)).shard_shape(p.full_shape)
-        n = math.prod(local) * jnp.dtype(p.dtype).itemsize
-        total += n
-        spec = ", ".join("-" if m is None or sizes_of(mesh)[m] == 1 else m for m in partition(p))
-        rows.append((name, "x".join(map(str, p.full_shape)), p.dtype, f"({spec})", f"{n:,}"))
-    rows.append(("total", "", "", "", f"{total:,}"))
-    return "\n".join(columns(rows, left=4))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from minitf import params as P_
 from minitf.params import Param
-from minitf.sharding import partition, placed, replicated, shardings
+from minitf.sharding import partition, replicated, shardings
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ def state_shardings(specs: Any, tx: optax.GradientTransformation, mesh: Mesh) ->
     def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         for i in range(len(path)):
             if path[i:] in by_path:
-                return placed(mesh, like_param(by_path[path[i:]], leaf.shape))
+                return NamedSharding(mesh, like_param(by_path[path[i:]], leaf.shape))
         return replicated(mesh)
 
     opt_state = jax.tree_util.tree_map_with_path(one, abstract_state(specs, tx).opt_state)

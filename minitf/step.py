@@ -4,7 +4,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,28 @@ import optax
 
 from minitf import params as P
 from minitf.checksum import checksum
-from minitf.config import Config
-from minitf.metrics import group_of
-from minitf.model.loss import loss_sums, mean
-from minitf.model.transformer import hidden, model_params
-from minitf.sharding import COLLECTIVES
+from minitf.model.loss import LossConfig, loss_sums, mean
+from minitf.model.transformer import ModelConfig, hidden, model_params
+from minitf.sharding import COLLECTIVES, MeshConfig
 from minitf.state import TrainState
 
 Batch = dict[str, jax.Array]
 
+
+class StepConfig(Protocol):
+    """What a step needs to know. A run's whole config is one."""
+
+    model: ModelConfig
+    loss: LossConfig
+    mesh: MeshConfig  # its collectives
+    accumulation: int  # microbatches
+    seed: int  # of dropout
+
+
 # ---- training
 
 
-def dropout_keys(cfg: Config, step: jax.Array, rows: jax.Array) -> jax.Array | None:
+def dropout_keys(cfg: StepConfig, step: jax.Array, rows: jax.Array) -> jax.Array | None:
     """One key for each row of the global batch: a function of seed, step and row alone."""
     if not (cfg.model.dropout or cfg.model.attention.dropout):
         return None
@@ -34,7 +43,7 @@ def dropout_keys(cfg: Config, step: jax.Array, rows: jax.Array) -> jax.Array | N
 
 
 def row_sums(
-    params: Any, batch: Batch, cfg: Config, keys: jax.Array | None = None
+    params: Any, batch: Batch, cfg: StepConfig, keys: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(what is to be minimised, summed over the batch; weighted sums of losses over each row, [B], without a gradient)"""
     positions, segments = batch.get("positions"), batch.get("segments")
@@ -53,7 +62,7 @@ def accumulated(f: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
     return total
 
 
-def gradients(params: Any, batch: Batch, step: jax.Array, cfg: Config) -> tuple[dict[str, jax.Array], Any]:
+def gradients(params: Any, batch: Batch, step: jax.Array, cfg: StepConfig) -> tuple[dict[str, jax.Array], Any]:
     """(mean losses, gradient) of the batch: sums over its tokens divided by the sum of its weights, so that neither accumulation
     nor padding nor the mesh changes them. Divided at the end: divided by the number of tokens, what goes back through the layers
     would vanish in 16 bits."""
@@ -82,13 +91,13 @@ def group_norms(kind: str, tree: Any) -> dict[str, jax.Array]:
     """Norms by group of parameters, tagged `norm/KIND/GROUP`."""
     squares: dict[str, Any] = {}
     for name, leaf in P.named(tree):
-        group = group_of(name)
+        group = P.group_of(name)
         squares[group] = squares.get(group, 0.0) + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
     return {f"norm/{kind}/{group}": jnp.sqrt(s) for group, s in squares.items()}
 
 
 def train_step(
-    state: TrainState, batch: Batch, *, cfg: Config, tx: optax.GradientTransformation, schedule: optax.Schedule
+    state: TrainState, batch: Batch, *, cfg: StepConfig, tx: optax.GradientTransformation, schedule: optax.Schedule
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step: accumulate, measure the norm, clip, update. An update that is not finite, or makes a parameter so, is
     not applied, and leaves the optimizer's state as it was."""
@@ -133,7 +142,7 @@ def train_step(
 # ---- evaluation
 
 
-def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg: Config) -> dict[str, jax.Array]:
+def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg: StepConfig) -> dict[str, jax.Array]:
     """Sums over each row of a batch, [B]: nats, tokens, and bytes of the tokens' text where the tokenizer is known."""
     sums = {"nats": row_sums(params, batch, cfg)[1]["loss"], "tokens": jnp.sum(batch["weights"], axis=-1)}
     if byte_lengths is not None:

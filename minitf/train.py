@@ -11,39 +11,30 @@ if __name__ == "__main__":  # what is imported below takes half a minute where n
 
 import argparse
 import contextlib
-import dataclasses
 import errno
 import functools
-import hashlib
 import itertools
 import math
 import os
-import subprocess
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-import minitf
-from minitf import checksum, distributed, memory, run, sharding
+from minitf import checksum, distributed, memory, run
 from minitf import config as config_lib
 from minitf import params as P
-from minitf.checkpoint import Checkpoints, DamagedError, SaveError, versions
-from minitf.config import Config
-from minitf.data import datasets, pipeline
+from minitf.checkpoint import Checkpoints, DamagedError, SaveError
 from minitf.data import frame as frames
-from minitf.data.frame import Frame
 from minitf.data.loader import LoaderError
-from minitf.data.mixture import Phase, with_weights
 from minitf.data.store import DataError
-from minitf.data.tokenizer import Tokenizer, lost_note, save_tokenizer
+from minitf.data.tokenizer import save_tokenizer
 from minitf.distributed import (
     FAILED,
     MISTAKE,
@@ -55,260 +46,42 @@ from minitf.distributed import (
     process_age,
     stop_on_signals,
 )
+from minitf.job import (
+    LOWER,
+    Job,
+    Program,
+    TooLarge,
+    about,
+    check_same_run,
+    compiled_step,
+    describe,
+    evaluates_a_part,
+    evaluation_batches,
+    phases,
+    prepare,
+    program,
+    sampler,
+    schedule_change,
+    training_batches,
+)
 from minitf.metrics import (
     Events,
     MetricWriter,
     NoWriter,
     StartUp,
     StepClock,
-    free_memory,
     human,
     listed_flops,
     measured_apart,
     peak_flops,
 )
-from minitf.model import attention
-from minitf.model.transformer import flops_per_token, model_params, pattern, with_kernel
-from minitf.optimizer import SCHEDULES, make_optimizer, make_schedule
+from minitf.model.transformer import flops_per_token
 from minitf.profile import Profile
-from minitf.sampling import Sampler, fixed_prompts, sample
+from minitf.sampling import sample
 from minitf.sharding import surroundings
-from minitf.state import TrainState, abstract_state, first_state, init_state, state_shardings
-from minitf.step import Batch, eval_step, evaluate, train_step
+from minitf.state import TrainState
+from minitf.step import Batch, evaluate
 from minitf.terminal import lasting_output
-
-# ---- a run
-
-
-class Job(NamedTuple):
-    """Everything that is decided before the first compilation."""
-
-    cfg: Config  # resolved
-    steps: int
-    rows: int  # of the training splits
-    corpora: tuple[datasets.Corpus, ...]  # one, or those of data.mixture; () where no data are read: see `design`
-    mesh: jax.sharding.Mesh
-    specs: Any
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.corpora[0].tokenizer if self.corpora else None
-
-    @property
-    def frame(self) -> Frame:
-        """Of the texts that the model learns."""
-        return pipeline.frame_of(self.corpora, self.cfg.data)
-
-    @property
-    def sha256(self) -> str:
-        """Of the data."""
-        digests = [c.sha256 for c in self.corpora]
-        return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
-
-
-def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
-    """Raises ValueError where a size does not divide by the mesh, naming setting, axis and sizes; and where the attention
-    that the config names cannot run here."""
-    sharding.check_divisible(specs, mesh)
-    shards, sizes = sharding.batch_shards(mesh), sharding.sizes_of(mesh)
-    if cfg.batch_size % (shards * cfg.accumulation):
-        raise ValueError(
-            f"batch_size={cfg.batch_size}: not divisible by accumulation={cfg.accumulation} times the {shards} devices of the "
-            f"mesh axes data={sizes['data']} and fsdp={sizes['fsdp']}"
-        )
-    implementation(cfg, mesh)
-    check_options(cfg, mesh)
-
-
-def options(cfg: Config, mesh: jax.sharding.Mesh) -> dict[str, str] | None:
-    """The compiler's options for this mesh; None: its defaults."""
-    return cfg.compiler_options.of(sharding.platform(mesh)) or None
-
-
-def check_options(cfg: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError with the compiler's own words where it does not take an option, by compiling nearly nothing: the step
-    would be compiled minutes later."""
-    given = options(cfg, mesh)
-    if given is None:
-        return
-    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
-    try:
-        jax.jit(lambda x: x, compiler_options=given).lower(x).compile()
-    except jax.errors.JaxRuntimeError as e:
-        text = str(e).removeprefix("INVALID_ARGUMENT: ")
-        raise ValueError(
-            f"compiler_options.{sharding.platform(mesh)}={' '.join(map('='.join, given.items()))}: {text}"
-        ) from None
-
-
-def implementation(cfg: Config, mesh: jax.sharding.Mesh, *, training: bool = True) -> str:
-    """The attention implementation of the training step or the evaluation's, on the mesh's devices. Raises ValueError where the
-    chosen one cannot run."""
-    a = cfg.model.attention
-    needs = attention.Needs(
-        dtype=cfg.model.dtype,
-        length=cfg.seq_len,
-        head_dim=attention.sizes(a, cfg.model.dim)[2],
-        softcap=a.softcap is not None,
-        dropout=training and bool(cfg.model.dropout if a.dropout is None else a.dropout),
-        segments=pipeline.has_segments(cfg.data),
-        capability=sharding.capability(mesh.devices.flat[0]),
-    )
-    return attention.choose(a.implementation, sharding.platform(mesh), needs)
-
-
-def design(cfg: Config, steps: int, vocab_size: int, devices: list | None = None) -> Job:
-    """The job as far as it needs no data: settings that follow from others, the mesh (over all devices if None; those of a
-    topology that is not here will do) and the model. Raises ValueError where they do not fit."""
-    model = dataclasses.replace(cfg.model, vocab_size=vocab_size, max_seq_len=cfg.model.max_seq_len or cfg.seq_len)
-    cfg = dataclasses.replace(cfg, model=model)
-    mesh = sharding.make_mesh(cfg.mesh, devices)
-    specs = model_params(model)
-    check_mesh(cfg, mesh, specs)
-    return Job(cfg, steps, 0, (), mesh, specs)
-
-
-def prepare(cfg: Config, devices: list | None = None, framing: datasets.Framing = frames.of_tokenizer) -> Job:
-    """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for all that a
-    user can mend."""
-    try:
-        corpora = datasets.load_all(cfg.data, cfg.model.vocab_size, framing)
-    except (OSError, RuntimeError) as e:  # a file that cannot be read, a home that does not exist
-        raise ValueError(f"data.path={cfg.data.path}: {e}") from None
-    rows = sum(len(pipeline.rows_of(c.train, cfg.seq_len, cfg.data)) for c in corpora)
-    if cfg.eval_every is not None:
-        try:
-            for corpus in corpora:
-                pipeline.rows_of(corpus.val, cfg.seq_len, cfg.data, tail=True)
-        except ValueError as e:
-            raise ValueError(f"{e}; name one by data.val_path, or set eval_every=None") from None
-        for corpus in corpora:
-            pipeline.check_ids(corpus.val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
-    steps = config_lib.total_steps(cfg, rows)
-    config_lib.check_length(cfg, steps)
-    vocab_size = cfg.model.vocab_size or corpora[0].train.vocab_size
-    job = design(cfg, steps, vocab_size, devices)._replace(rows=rows, corpora=corpora)
-    if cfg.sample_every is not None:
-        if job.tokenizer is None:
-            raise ValueError(
-                f"sample_every={cfg.sample_every}: data.kind={cfg.data.kind} has no tokenizer to write text with"
-            )
-        fixed_prompts(sampler(job), job.tokenizer, job.frame, cfg.sample)
-    return job
-
-
-def sampler(job: Job) -> Sampler:
-    return Sampler.of(job.cfg.model, job.mesh, job.tokenizer, job.frame)
-
-
-def describe(job: Job) -> str:
-    """What a run says before it compiles."""
-    cfg, corpora, mesh = job.cfg, job.corpora, job.mesh
-    count = P.count(job.specs)
-    chosen = implementation(cfg, mesh)
-    kind, processes = mesh.devices.flat[0].device_kind, jax.process_count()
-    several = f" in {processes} processes" if processes > 1 else ""
-    lines = [
-        f"minitf {minitf.__version__}, JAX {jax.__version__}, devices: {mesh.size} x {kind}{several}, mesh "
-        f"{sharding.describe_mesh(cfg.mesh, mesh)}",
-        f"data {cfg.data.kind}: {sum(c.size for c in corpora):,} bytes, sha256 {job.sha256[:16]}, "
-        f"{sum(len(c.train) for c in corpora):,} training and {sum(len(c.val) for c in corpora):,} validation tokens, "
-        f"{job.rows:,} rows of {cfg.seq_len}",
-        *(f"  {corpus.note}" for corpus in corpora if corpus.note),
-        *(
-            f"  {weight:g} of {corpus.name}: {len(corpus.train):,} training tokens"
-            for corpus, (_, weight) in zip(corpora, cfg.data.mixture or (), strict=False)
-        ),
-        f"attention {', '.join(pattern(cfg.model))}: {chosen} (model.attention.implementation={cfg.model.attention.implementation})",
-        sharding.table(job.specs, mesh),
-        f"parameters: {count['total']:,} ({count['embedding']:,} embedding, {count['non_embedding']:,} non-embedding)",
-        f"training for {job.steps:,} steps of {cfg.batch_size} x {cfg.seq_len} tokens, "
-        f"logits of shape [{cfg.batch_size},{cfg.seq_len},{cfg.model.vocab_size}]",
-    ]
-    if cfg.sample_every is not None:
-        note = lost_note(job.tokenizer, "".join(cfg.sample.prompts), "sample.prompts")
-        lines += [] if note is None else [note]
-    if job.rows < cfg.batch_size:
-        lines.append(
-            f"warning: {job.rows} training rows are fewer than batch_size={cfg.batch_size}: a batch repeats rows"
-        )
-    return "\n".join(lines)
-
-
-class Program(NamedTuple):
-    """A job's functions, jitted. They run inside `surroundings`."""
-
-    state: TrainState  # of jax.ShapeDtypeStruct with shardings: what init gives
-    init: Callable[[jax.Array], TrainState]  # (key): born sharded, never whole on one device
-    start: Callable[[Any], TrainState]  # (parameters): the first state with these
-    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]  # gives the state's buffers away
-    evaluate: Callable[[Any, Batch], dict[str, jax.Array]]
-
-
-def program(job: Job) -> Program:
-    cfg, tokenizer = job.cfg, job.tokenizer
-    schedule = make_schedule(cfg.optimizer, job.steps)
-    tx = make_optimizer(cfg.optimizer, job.specs, schedule)
-    layout = state_shardings(job.specs, tx, job.mesh)
-    lengths = None if tokenizer is None else tokenizer.byte_lengths
-    if lengths is not None:
-        lengths = jnp.pad(lengths, (0, cfg.model.vocab_size - tokenizer.vocab_size))
-    state = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(job.specs, tx), layout
-    )
-    everywhere = sharding.replicated(job.mesh)
-    init = functools.partial(init_state, specs=job.specs, tx=tx)
-    # What "auto" means is decided here, by the mesh: its devices need not be those of this process.
-    step_cfg, eval_cfg = (
-        dataclasses.replace(cfg, model=with_kernel(cfg.model, implementation(cfg, job.mesh, training=training)))
-        for training in (True, False)
-    )
-    step = functools.partial(train_step, cfg=step_cfg, tx=tx, schedule=schedule)
-    # On a CPU, optimising the random numbers of the start takes longer than compiling the step, and gives other last bits on
-    # other meshes.
-    at_start = {"xla_backend_optimization_level": 1} if sharding.platform(job.mesh) == "cpu" else None
-    given = options(cfg, job.mesh)
-    return Program(
-        state,
-        jax.jit(init, out_shardings=layout, compiler_options=at_start),
-        jax.jit(functools.partial(first_state, tx=tx), out_shardings=layout),
-        # Metrics are whole on every device, for every process to read.
-        jax.jit(step, donate_argnums=0, out_shardings=(layout, everywhere), compiler_options=given),
-        jax.jit(
-            functools.partial(eval_step, byte_lengths=lengths, cfg=eval_cfg),
-            out_shardings=everywhere,
-            compiler_options=given,
-        ),
-    )
-
-
-def training_batches(
-    job: Job, start: int = 0, mixed: list[Phase] | None = None, until: Callable[[], bool] = lambda: False
-) -> Iterator[Batch]:
-    """The global batches from number `start` on. `mixed`: see `phases`; None: as for a new run. `until`: of
-    `pipeline.batches`."""
-    cfg = job.cfg
-    stores = [c.train for c in job.corpora]
-    rows = pipeline.mixed_rows(stores, phases(job) if mixed is None else mixed, cfg.seq_len, cfg.data, cfg.seed)
-    return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data, start, until)
-
-
-def phases(job: Job, saved: dict[str, Any] | None = None) -> list[Phase]:
-    """How a mixture's rows are counted: the phases of the checkpoint that the run goes on from, and one more from its step on
-    where the weights are others now; [] where there is no mixture."""
-    mixture = job.cfg.data.mixture
-    if mixture is None:
-        return []
-    before = [] if saved is None else saved["data"]["mixture"]
-    known = [Phase(row, tuple(weights), tuple(taken)) for row, weights, taken in before]
-    row = 0 if saved is None else saved["step"] * job.cfg.batch_size
-    return with_weights(known, tuple(weight for _, weight in mixture), row)
-
-
-def evaluation_batches(job: Job, corpus: datasets.Corpus, until: Callable[[], bool] = lambda: False) -> Iterator[Batch]:
-    cfg = job.cfg
-    rows = pipeline.evaluation_rows(corpus.val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
-    return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data, until=until)
 
 
 def together(batches: Iterator[Batch], stop: StopRequest, what: str) -> Iterator[Batch]:
@@ -330,24 +103,11 @@ def together(batches: Iterator[Batch], stop: StopRequest, what: str) -> Iterator
         yield found
 
 
-def evaluates_a_part(job: Job) -> bool:
-    """Whether evaluations leave out rows of a validation split."""
-    cfg = job.cfg
-    if cfg.eval_every is None or cfg.eval_batches is None:
-        return False
-    rows = [len(pipeline.rows_of(c.val, cfg.seq_len, cfg.data, tail=True)) for c in job.corpora]
-    return max(rows) > cfg.eval_batches * cfg.batch_size
-
-
 # ---- the loop
 
 
 class NonFinite(Exception):
     """A loss, gradient or parameter that is not finite where the config says to stop."""
-
-
-class TooLarge(Exception):
-    """The step does not fit into the memory."""
 
 
 class Refused(Exception):
@@ -363,102 +123,6 @@ def batch_error(what: str, cause: Exception) -> BatchError:
     error = BatchError(f"{what}: {kind}{cause}")
     error.__cause__ = cause
     return error
-
-
-@functools.cache
-def commit() -> str | None:
-    """The git commit of the code, with a + where files differ from it; None outside a repository."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def position(job: Job, step: int) -> dict[str, Any]:
-    """The position in the data is one integer, the next global batch; and what it counts in."""
-    cfg = job.cfg
-    return {
-        "next_batch": step,
-        "seed": cfg.seed if cfg.data.seed is None else cfg.data.seed,
-        "batch_size": cfg.batch_size,
-        "seq_len": cfg.seq_len,
-        "sha256": job.sha256,
-        "tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
-    }
-
-
-def about(job: Job, step: int, mixed: list[Phase], tokens: int, loss: float | None = None) -> dict[str, Any]:
-    """What a checkpoint says beside its arrays. `tokens`: targets that counted so far. `loss`: of an evaluation of this very
-    state; None: there was none."""
-    return {
-        "evaluation": loss,
-        "tokens_seen": tokens,
-        "data": position(job, step) | {"mixture": mixed},
-        "config": dataclasses.asdict(job.cfg),
-        "mesh": sharding.sizes_of(job.mesh),
-        "processes": jax.process_count(),
-        "versions": {"minitf": minitf.__version__, **versions()},
-        "commit": commit(),
-    }
-
-
-def check_same_run(job: Job, saved: dict[str, Any]) -> None:
-    """Raises ValueError where a checkpoint belongs to a run with other settings or other data."""
-    fixed, _ = run.differences(config_lib.freeze(saved["config"]), job.cfg)
-    data, now = saved["data"], position(job, saved["step"])
-    # A checkpoint from before a fact was kept says nothing of it.
-    fixed += [f"data {name}: {data[name]} -> {now[name]}" for name in now if data.get(name, now[name]) != now[name]]
-    if fixed:
-        raise ValueError(
-            f"the checkpoint of step {saved['step']} belongs to another run\n  "
-            + "\n  ".join(fixed)
-            + "\ngive another --workdir, or --overwrite to start anew in this one"
-        )
-
-
-LOWER = "batch_size, accumulation (more), model.remat=full, loss.chunk, seq_len, or a mesh of more devices lower it"
-
-
-def check_memory(step: jax.stages.Compiled, devices: list) -> None:
-    """Raises TooLarge where what the step needs beside its arguments, which are there already, is more than there is."""
-    found = step.memory_analysis()
-    free = [free_memory(d) for d in devices]
-    if found is None or None in free:
-        return
-    needed = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    # On a CPU all devices share what there is.
-    shared = len(devices) if devices[0].platform == "cpu" else 1
-    if needed * shared > min(free):
-        raise TooLarge(
-            f"the step needs {human(needed * shared)}B beside the state, and there are {human(min(free))}B; {LOWER}"
-        )
-
-
-def compiled_step(functions: Program, state: TrainState, batch: Batch, devices: list) -> jax.stages.Compiled:
-    """The step, for batches of this shape. Raises TooLarge."""
-    step = functions.step.lower(state, batch).compile()
-    check_memory(step, devices)
-    return step
-
-
-def schedule_change(job: Job, saved: dict[str, Any], updates: int) -> str | None:
-    """What a run that goes on under another schedule than its checkpoint's says of its next rate; None: it is the same one.
-    `updates`: how many were applied."""
-    described, rates = [], []
-    before = config_lib.freeze(saved["config"])
-    for cfg, steps in ((before, config_lib.total_steps(before, job.rows)), (job.cfg, job.steps)):
-        o = cfg.optimizer
-        follows = {name: getattr(o, name) for name in ("learning_rate", "warmup_steps", *SCHEDULES[o.schedule].reads)}
-        described.append((o.schedule, follows, None if o.schedule == "constant" else steps))
-        rates.append(float(make_schedule(o, steps)(updates)))
-    if described[0] == described[1]:
-        return None
-    old, new = (
-        f"{rate:.6g} ({d[0]}{'' if d[2] is None else f' over {d[2]} steps'})"
-        for d, rate in zip(described, rates, strict=True)
-    )
-    return f"learning rate of step {saved['step'] + 1}: {old} by the schedule of the checkpoint, {new} by that of now"
 
 
 def starting_state(
@@ -500,7 +164,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         stack.enter_context(surroundings(job.mesh, job.cfg.model.dtype))
         stop = stack.enter_context(stop_on_signals(limit))
         events = stack.enter_context(contextlib.closing(Events(workdir / "events.jsonl" if first_process else None)))
-        events.add("start", pid=os.getpid(), process_age=process_age(), steps=job.steps, commit=commit())
+        events.add("start", pid=os.getpid(), process_age=process_age(), steps=job.steps, commit=run.commit())
         stack.push(lambda kind, error, trace: events.add("stop", reason=str(error)) if kind is Stopped else None)
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", cfg.checkpoint))
 
@@ -777,15 +441,6 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             raise
 
 
-def use_compilation_cache(setting: str | None, workdir: epath.Path) -> None:
-    """Keeps compiled programs from one start to the next, so that a restart is quick. JAX's own variable goes first."""
-    if setting == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
-    directory = workdir.parent / ".compilation_cache" if setting is None else run.resolve(setting, "compilation_cache")
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start has many small programs
-
-
 def default_workdir(config: str) -> str:
     """Of a run whose command does not name one."""
     return f"runs/{Path(config.partition(':')[0]).stem}"
@@ -822,7 +477,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         distributed.leave_absent_tpu()
         workdir = run.resolve(default_workdir(args.config) if args.workdir is None else args.workdir)
-        use_compilation_cache(cfg.compilation_cache, workdir)
+        run.use_compilation_cache(cfg.compilation_cache, workdir)
         if cfg.keep_memory:
             memory.keep_freed()
         with start_up.phase("processes"):

@@ -21,6 +21,7 @@ from etils import epath
 from jax.experimental import topologies
 
 from minitf import config, run, sharding, train
+from minitf import job as job_lib
 from minitf import params as P
 from minitf import step as step_lib
 from minitf.checkpoint import CheckpointConfig
@@ -75,7 +76,7 @@ TINY = Config(
 def make_mesh(name: str, cfg: MeshConfig | None = None) -> jax.sharding.Mesh:
     """A mesh of MESHES, or of sizes written as there; with the settings of the config besides."""
     sizes = MESHES.get(name) or tuple(map(int, name.split("x")))
-    cfg = dataclasses.replace(cfg or MeshConfig(), **dict(zip(sharding.AXES, sizes, strict=True)))
+    cfg = dataclasses.replace(cfg or MeshConfig(), **dict(zip(sharding.mesh_settings(), sizes, strict=True)))
     return sharding.make_mesh(cfg, jax.devices()[: int(np.prod(sizes))])
 
 
@@ -151,7 +152,7 @@ def launch(cfg: Config, workdir: Path, *, devices: int | None = 1, **options: An
     """Trains as main does after parsing, on the first devices (None: all); (status, objects of metrics.jsonl)."""
     config.validate(cfg)
     workdir = run.resolve(str(workdir))
-    job = train.prepare(cfg, jax.devices()[:devices])
+    job = job_lib.prepare(cfg, jax.devices()[:devices])
     with run.locked(workdir) as lock:
         run.begin(workdir, job.cfg, **options)
         status = train.train(job, workdir, lock)
@@ -168,11 +169,16 @@ def assert_close(actual: Any, expected: Any, tolerance: float, *, relative_to_la
         assert error <= bound, f"{name}: differs by {error:.3g}, more than {bound:.3g}"
 
 
-def run_module(module: str, *args: str, devices: int = 1, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
-    """`python -m MODULE ARGS` in a process of its own, with so many simulated devices; text captured."""
+def run_module(module: str, *args: str, **keywords: Any) -> subprocess.CompletedProcess:
+    """`python -m MODULE ARGS` in a process of its own, as `run_python`."""
+    return run_python("-m", module, *args, **keywords)
+
+
+def run_python(*args: str, devices: int = 1, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
+    """`python ARGS` in a process of its own, with so many simulated devices; text captured."""
     inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # compiled as users' runs are
     environment = {**inherited, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT), **env}
-    command = [sys.executable, "-m", module, *map(str, args)]
+    command = [sys.executable, *map(str, args)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 

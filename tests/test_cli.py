@@ -722,7 +722,7 @@ def test_compiled_programs_are_kept_beside_the_work_directory(setting, variable,
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     if variable is not None:
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", variable)
-    train.use_compilation_cache(setting, run.resolve("runs/a"))
+    run.use_compilation_cache(setting, run.resolve("runs/a"))
     expected = directory and directory.format(runs=tmp_path / "runs", here=tmp_path)
     assert updates.get("jax_compilation_cache_dir") == expected
 

@@ -49,7 +49,7 @@ def implied(job):
     budget = Counter()
     for p in declarations(job.specs):
         layers = math.prod(p.stack)
-        split = lambda axes: sizes["tensor"] > 1 and "tensor" in {RULES[a] for a in axes}
+        split = lambda axes: sizes["tensor"] > 1 and "tensor" in {m for a in axes for m in RULES[a]}
         whole = p.size // layers * 4 // (sizes["tensor"] if split(p.axes) else 1)
         if sizes["fsdp"] > 1:
             budget["all-gather", ("fsdp",), whole] += layers * (
@@ -113,8 +113,8 @@ def test_a_gather_by_accident_is_seen(monkeypatch):
 def test_weights_travel_in_the_compute_dtype_where_the_device_has_it():
     """XLA's CPU compiler does 16-bit collectives in float32; what is asked of it is 16 bits, cast before they are gathered."""
     job = on("fsdp8", model__dtype="bfloat16")
-    functions = plan.train.program(job)
-    with plan.train.surroundings(job.mesh, job.cfg.model.dtype):
+    functions = plan.job_lib.program(job)
+    with sharding.surroundings(job.mesh, job.cfg.model.dtype):
         text = functions.step.lower(functions.state, plan.abstract_batch(job)).as_text()
     dims = "x".join(map(str, dataclasses.replace(job.specs["blocks"][0]["mlp"]["gate"], stack=()).shape))
     constraints = [line for line in text.splitlines() if "sharding_constraint" in line and f"tensor<{dims}x" in line]

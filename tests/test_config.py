@@ -22,7 +22,7 @@ from minitf.data.store import TOKENS
 from minitf.distributed import Watchdog
 from minitf.model.transformer import model_params
 from minitf.optimizer import make_optimizer, make_schedule
-from minitf.sharding import AXES
+from minitf.sharding import mesh_settings
 from minitf.step import row_sums
 from minitf.tables import check_unread, did_you_mean, pick
 from tests.common import ROOT, TINY, change
@@ -470,7 +470,7 @@ REFUSED = [
     *each(["data.workers"], (-1, 1025), "must be at least 0 and at most 1024"),
     ("max_run_time=12000d", "max_run_time=12000d: must be above 0 and at most 1e+09 seconds"),
     ("steps=None epochs=1e300", "epochs=1e+300: must be below 9223372036854775808 (2^63)"),
-    *each([f"mesh.{a}" for a in AXES], (0, -2), "must be at least 1, or -1"),
+    *each([f"mesh.{a}" for a in mesh_settings()], (0, -2), "must be at least 1, or -1"),
     *[(f"{n}=nosuch", f"{n}: unknown kind 'nosuch'; known: ") for n in KINDS_OF],
     # the length
     ("steps=None", "steps=None, tokens=None, epochs=None: exactly one sets the length of the run"),

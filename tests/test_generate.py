@@ -9,7 +9,8 @@ import jax
 import pytest
 from common import change, launch, series, text_config
 
-from minitf import config, generate, run, train
+from minitf import config, generate, run
+from minitf import job as job_lib
 from minitf.metrics import json_lines
 
 
@@ -227,4 +228,4 @@ def test_settings_of_samples_are_checked(changes, message, corpus):
 )
 def test_prompts_are_checked_before_the_run(changes, message, corpus):
     with pytest.raises(ValueError, match=message):
-        train.prepare(text_config(corpus, sample_every=1, **changes), jax.devices()[:1])
+        job_lib.prepare(text_config(corpus, sample_every=1, **changes), jax.devices()[:1])

@@ -7,7 +7,7 @@ import pytest
 from common import run_module
 
 from minitf import config
-from minitf.model import attention
+from minitf.model import kernels
 from minitf.model.transformer import REMAT
 from tools import gpu_check
 
@@ -47,8 +47,8 @@ def test_attention_is_right_and_what_cannot_run_here_is_named():
 
 
 def test_wrong_attention_is_seen(monkeypatch):
-    blind = lambda q, k, v, mask, *rest: attention.jax_mix("xla", q, k, v, mask._replace(window=None), *rest[:1])
-    monkeypatch.setitem(attention.IMPLEMENTATIONS, "xla", attention.Kernel(blind))
+    blind = lambda q, k, v, mask, *rest: kernels.jax_mix("xla", q, k, v, mask._replace(window=None), *rest[:1])
+    monkeypatch.setitem(kernels.IMPLEMENTATIONS, "xla", kernels.Kernel(blind))
     found = gpu_check.correctness(SMALL)
     assert found["right"] == {"reference": True, "blocked": True, "xla": False}
     assert "WRONG" in gpu_check.line("attention", found)

@@ -15,15 +15,15 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitf import sharding, train
+from minitf import job as job_lib
+from minitf import sharding
 from minitf import step as step_lib
-from minitf.model import attention
-from minitf.model.attention import AttentionConfig, Mask, Needs
+from minitf.model import kernels
+from minitf.model.kernels import Mask, Needs, Scores
 from minitf.model.transformer import REMAT, model_params
 
 B, S, H, G, K = 2, 256, 4, 2, 128
-SPLASH = AttentionConfig(implementation="splash", block_q=128, block_kv=128)
-REFERENCE = AttentionConfig(implementation="reference")
+SPLASH = Scores(block_q=128, block_kv=128)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ NEEDS = Needs(dtype="bfloat16", length=256, head_dim=128)
     ],
 )
 def test_auto_takes_the_first_that_can(platform, needs, chosen):
-    assert attention.choose("auto", platform, NEEDS._replace(**needs)) == chosen
+    assert kernels.choose("auto", platform, NEEDS._replace(**needs)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_auto_takes_the_first_that_can(platform, needs, chosen):
 )
 def test_an_explicit_kernel_is_never_replaced(name, platform, needs, why):
     with pytest.raises(ValueError) as e:
-        attention.choose(name, platform, NEEDS._replace(**needs))
+        kernels.choose(name, platform, NEEDS._replace(**needs))
     assert f"model.attention.implementation={name}: {why}" in str(e.value)
     assert "; these can: auto, reference" in str(e.value)
 
 
 def test_blocks_are_the_largest_that_divide_a_row():
-    block = functools.partial(attention.splash_block, head_bytes=256)
+    block = functools.partial(kernels.splash_block, head_bytes=256)
     assert [block(1024, n) for n in (128, 640, 1024, 1920, 8192)] == [128, 640, 1024, 640, 1024]
     assert block(512, 8192) == 512
-    assert [attention.splash_block(None, 8192, n) for n in (64, 256, 512, 2**13)] == [1024, 1024, 512, 128]
+    assert [kernels.splash_block(None, 8192, n) for n in (64, 256, 512, 2**13)] == [1024, 1024, 512, 128]
 
 
 class Tpu:
@@ -114,12 +114,12 @@ class Tpu:
 def test_the_kernel_of_a_step_follows_the_devices_of_its_mesh():
     cfg = change(TINY, seq_len=256, model__max_seq_len=256)
     here = make_mesh("1")
-    there = jax.sharding.Mesh(np.array([[[Tpu()]]]), sharding.AXES)
-    assert train.implementation(cfg, here) == "blocked"
-    assert train.implementation(cfg, there) == "splash"
+    there = jax.sharding.Mesh(np.array([[[[Tpu()]]]]), tuple(sharding.AXES))
+    assert job_lib.implementation(cfg, here) == "blocked"
+    assert job_lib.implementation(cfg, there) == "splash"
     dropping = change(cfg, model__dropout=0.1)
-    assert train.implementation(dropping, there) == "reference"
-    assert train.implementation(dropping, there, training=False) == "splash"
+    assert job_lib.implementation(dropping, there) == "reference"
+    assert job_lib.implementation(dropping, there, training=False) == "splash"
 
 
 # ---- splash against the reference
@@ -137,15 +137,15 @@ def documents(rows=B):
     return jnp.sum(jnp.arange(S)[None, :, None] >= ends[:, None], axis=-1, dtype=jnp.int32)
 
 
-def mixed(cfg, mask, q, k, v, out):
+def mixed(implementation, scores, mask, q, k, v, out):
     """The result and what `out` is for q, k and v."""
-    y, vjp = jax.vjp(lambda q, k, v: attention.mix(q, k, v, mask, cfg), q, k, v)
+    y, vjp = jax.vjp(lambda q, k, v: kernels.mix(q, k, v, mask, scores, implementation), q, k, v)
     return {"y": y, "grads": vjp(out)}
 
 
-def both(cfg, mask, arrays):
-    run = lambda cfg: jax.jit(functools.partial(mixed, cfg, mask))(*arrays)
-    return run(cfg), run(change(cfg, implementation="reference", block_q=None, block_kv=None))
+def both(scores, mask, arrays):
+    run = lambda implementation: jax.jit(functools.partial(mixed, implementation, scores, mask))(*arrays)
+    return run("splash"), run("reference")
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def both(cfg, mask, arrays):
 )
 def test_splash_equals_the_reference_in_value_and_gradient(window, segmented, cap, interpreted):
     mask = Mask(window, documents() if segmented else None)
-    assert_close(*both(change(SPLASH, softcap=cap), mask, operands()), 2e-5, relative_to_largest=True)
+    assert_close(*both(SPLASH._replace(softcap=cap), mask, operands()), 2e-5, relative_to_largest=True)
 
 
 @pytest.mark.parametrize("changes", [dict(scale=0.3), dict(block_q=256), dict(block_kv=256), dict(block_q=None)])
 def test_splash_honours_scale_and_block_sizes(changes, interpreted):
-    assert_close(*both(change(SPLASH, **changes), Mask(), operands()), 2e-5, relative_to_largest=True)
+    assert_close(*both(SPLASH._replace(**changes), Mask(), operands()), 2e-5, relative_to_largest=True)
 
 
 def test_splash_in_bfloat16_is_as_near_to_the_truth_as_the_reference(interpreted):
@@ -183,14 +183,14 @@ def test_splash_in_bfloat16_is_as_near_to_the_truth_as_the_reference(interpreted
 def test_on_a_mesh_each_device_mixes_its_rows_and_heads(interpreted):
     mesh, mask = make_mesh("2x2x2"), Mask(100, documents(4))
     arrays = operands(rows=4)
-    run = jax.jit(lambda segments, *arrays: mixed(SPLASH, Mask(100, segments), *arrays))
+    run = jax.jit(lambda segments, *arrays: mixed("splash", SPLASH, Mask(100, segments), *arrays))
     split = [jax.device_put(x, NamedSharding(mesh, P(sharding.BATCH, None, "tensor"))) for x in arrays]
     segments = jax.device_put(mask.segments_BS, sharding.batch_sharding(mesh))
     with jax.set_mesh(mesh):
         compiled = run.lower(segments, *split).compile()
         found = compiled(segments, *split)
     assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
-    expected = jax.jit(functools.partial(mixed, change(REFERENCE, num_heads=H), mask))(*arrays)
+    expected = jax.jit(functools.partial(mixed, "reference", Scores(), mask))(*arrays)
     assert_close(found, expected, 2e-5, relative_to_largest=True)
 
 
@@ -241,11 +241,11 @@ def test_cudnn_is_asked_for_each_device_s_rows_and_heads_and_the_window(monkeypa
     """Lowered for a GPU that is not here: what it computes is checked by tools/gpu_check.py."""
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91300)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda least: True)
-    mesh, cfg = make_mesh("2x2x2"), AttentionConfig(implementation="cudnn")
+    mesh = make_mesh("2x2x2")
     heads = NamedSharding(mesh, P(sharding.BATCH, None, "tensor"))
     arrays = [jax.ShapeDtypeStruct((4, S, n, K), "bfloat16", sharding=heads) for n in (H, G, G, H)]
     with jax.set_mesh(mesh):
-        traced = jax.jit(functools.partial(mixed, cfg, Mask(100))).trace(*arrays)
+        traced = jax.jit(functools.partial(mixed, "cudnn", Scores(), Mask(100))).trace(*arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "@__cudnn$fmha" in line]
     assert len(calls) == 2  # forward and backward
@@ -293,7 +293,7 @@ def test_splash_compiles_for_every_tpu(name, dtype):
     n = len(devices) // 2
     arrays = [jax.ShapeDtypeStruct((n, S, heads_, K), dtype, sharding=heads) for heads_ in (H, G, G, H)]
     segments = jax.ShapeDtypeStruct((n, S), "int32", sharding=rows)
-    run = lambda segments, *arrays: mixed(change(SPLASH, softcap=5.0), Mask(100, segments), *arrays)
+    run = lambda segments, *arrays: mixed("splash", SPLASH._replace(softcap=5.0), Mask(100, segments), *arrays)
     with sharding.surroundings(mesh, dtype):
         text = jax.jit(run).lower(segments, *arrays).compile().as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2  # forward and backward

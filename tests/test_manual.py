@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from common import TINY, assert_close, change, fit, launch, make_mesh, random_batch, random_params, series, text_config
 
+from minitf import job as job_lib
 from minitf import params as P
 from minitf import sharding, step
 from minitf.model.transformer import model_params
@@ -236,16 +237,16 @@ def test_factors_follow_from_the_torus(coords, n):
 
 def test_factors_change_no_place_of_a_shard():
     plain, factored = make_mesh("2x4x1"), make_mesh("2x4x1", MeshConfig(collectives="manual", fsdp_inner=2))
-    assert dict(factored.shape) == {"data": 2, "fsdp_outer": 2, "fsdp_inner": 2, "tensor": 1}
-    assert sharding.sizes_of(factored) == dict(plain.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert dict(factored.shape) == {"data": 2, "fsdp": 2, "fsdp_inner": 2, "tensor": 1}
+    assert sharding.sizes(factored) == sharding.sizes(plain) == {"data": 2, "fsdp": 4, "tensor": 1}
     specs = model_params(TINY.model)
     same = lambda a, b, shape: a.devices_indices_map(shape) == b.devices_indices_map(shape)
     assert same(sharding.batch_sharding(plain), sharding.batch_sharding(factored), (8, 16))
     pairs = zip(*(jax.tree.leaves(sharding.shardings(specs, mesh)) for mesh in (plain, factored)), strict=True)
     for (name, p), (a, b) in zip(P.named(specs), pairs, strict=True):
         assert same(a, b, p.full_shape), name
-    assert sharding.table(specs, factored) == sharding.table(specs, plain)
-    text = sharding.describe_mesh(MeshConfig(), factored)
+    assert job_lib.table(specs, factored) == job_lib.table(specs, plain)
+    text = job_lib.describe_mesh(MeshConfig(), factored)
     assert text == "data=2, fsdp=4, tensor=1; fsdp as 2 x 2"
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import jax
@@ -7,11 +6,13 @@ import numpy as np
 import pytest
 from common import MESHES, TINY, assert_close, change, fit, make_mesh, random_batch, random_params
 
-from minitf import sharding, train
+from minitf import params as params_lib
+from minitf import sharding
 from minitf import step as step_lib
-from minitf.model import attention, ops
-from minitf.model.attention import AttentionConfig, Mask
+from minitf.model import kernels, ops
+from minitf.model.kernels import Mask, Scores
 from minitf.model.transformer import REMAT, flops_per_token, hidden, model, model_params
+from minitf.optimizer import make_optimizer, make_schedule
 
 # Those that run here, and with segments.
 KERNELS = ("reference", "blocked", "xla")
@@ -78,7 +79,7 @@ def test_P51_consecutive_query_heads_share_a_key_value_head(kernel):
     q = jnp.ones((1, 3, 4, 2))
     k = jnp.ones((1, 3, 2, 2))
     v = jnp.broadcast_to(jnp.asarray([10.0, 20.0])[:, None], (1, 3, 2, 2))
-    y = attention.mix(q, k, v, Mask(), AttentionConfig(implementation=kernel))
+    y = kernels.mix(q, k, v, Mask(), Scores(), kernel)
     np.testing.assert_allclose(y[0, -1, :, 0], [10, 10, 20, 20], rtol=1e-6)
 
 
@@ -94,11 +95,10 @@ def test_kernels_agree_in_value_and_gradient(kernel, length, window, segmented):
     segments = jnp.stack([jnp.arange(length) // 7, jnp.arange(length) // 140]) if segmented else None
 
     def run():
-        cfg = AttentionConfig(implementation=kernel, scale=0.3, softcap=None if kernel == "xla" else 2.0)
-        compared = dataclasses.replace(cfg, implementation="reference")
-        mixed = lambda cfg: lambda q, k, v: attention.mix(q, k, v, Mask(window, segments), cfg)
-        y, vjp = jax.vjp(jax.jit(mixed(cfg)), q, k, v)
-        expected, vjp_expected = jax.vjp(jax.jit(mixed(compared)), q, k, v)
+        scores = Scores(scale=0.3, softcap=None if kernel == "xla" else 2.0)
+        mixed = lambda name: lambda q, k, v: kernels.mix(q, k, v, Mask(window, segments), scores, name)
+        y, vjp = jax.vjp(jax.jit(mixed(kernel)), q, k, v)
+        expected, vjp_expected = jax.vjp(jax.jit(mixed("reference")), q, k, v)
         return {"y": y, "grads": vjp(out)}, {"y": expected, "grads": vjp_expected(out)}
 
     assert_close(*run(), 1e-5)
@@ -108,7 +108,7 @@ def test_blocked_forms_near_half_of_the_square():
     q = jax.ShapeDtypeStruct((1, 1024, 1, 64), jnp.float32)
 
     def flops(kernel):
-        f = lambda q, k, v: attention.mix(q, k, v, Mask(), AttentionConfig(implementation=kernel))
+        f = lambda q, k, v: kernels.mix(q, k, v, Mask(), Scores(), kernel)
         return jax.jit(f).lower(q, q, q).compile().cost_analysis()["flops"]
 
     assert flops("blocked") < 0.6 * flops("reference")
@@ -185,8 +185,8 @@ def test_P11_small_updates_are_not_lost_in_bfloat16_compute():
     moved = {}
     for dtype in ("float32", "bfloat16"):
         specs = model_params(change(cfg, model__dtype=dtype).model)
-        tx = train.make_optimizer(cfg.optimizer, specs, train.make_schedule(cfg.optimizer, 100))
-        params = train.P.init(specs, jax.random.key(0))
+        tx = make_optimizer(cfg.optimizer, specs, make_schedule(cfg.optimizer, 100))
+        params = params_lib.init(specs, jax.random.key(0))
         state = tx.init(params)
         assert {str(a.dtype) for a in jax.tree.leaves((params, state)) if jnp.issubdtype(a.dtype, jnp.floating)} == {
             "float32"
@@ -233,7 +233,7 @@ def test_P21_the_step_draws_a_mask_for_each_row_layer_and_site(accumulation, mon
         return x
 
     monkeypatch.setattr("minitf.model.transformer.dropout", record)
-    monkeypatch.setattr("minitf.model.attention.dropout", record)
+    monkeypatch.setattr("minitf.model.kernels.dropout", record)
     cfg = change(DROPPED, model__num_layers=3, accumulation=accumulation)
     step_lib.gradients(random_params(cfg.model), random_batch(cfg), jnp.int32(0), cfg)
     jax.effects_barrier()

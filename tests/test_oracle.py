@@ -3,7 +3,8 @@
 import pytest
 from common import MESHES, change
 
-from minitf.model.attention import ATTENTION, IMPLEMENTATIONS
+from minitf.model.attention import ATTENTION
+from minitf.model.kernels import IMPLEMENTATIONS
 from minitf.model.mlp import MLP
 from minitf.model.transformer import NORMS, POSITIONS, REMAT
 from minitf.params import SCHEMES

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from common import MESHES, TINY, change
 
+from minitf import job as job_lib
 from minitf import params as P
-from minitf import sharding, train
+from minitf import sharding
 from minitf.model.transformer import model_params
 from minitf.sharding import MeshConfig
 
@@ -83,9 +84,9 @@ def test_every_array_has_its_own_key():
 def first_state(mesh: str):
     """What a run starts from, through the program that a run compiles."""
     cfg = change(TINY, model__attention__num_kv_heads=4, mesh=MeshConfig(*MESHES[mesh]))
-    job = train.prepare(cfg, jax.devices()[: math.prod(MESHES[mesh])])
+    job = job_lib.prepare(cfg, jax.devices()[: math.prod(MESHES[mesh])])
     with sharding.surroundings(job.mesh, job.cfg.model.dtype):
-        return jax.tree.map(np.asarray, train.program(job).init(jax.random.key(3)))
+        return jax.tree.map(np.asarray, job_lib.program(job).init(jax.random.key(3)))
 
 
 @pytest.mark.parametrize("mesh", [name for name in MESHES if name != "1"])

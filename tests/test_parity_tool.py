@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minitf import config
-from minitf.model import attention, ops, transformer
+from minitf.model import attention, kernels, ops, transformer
 from minitf.model.loss import LossConfig
 from minitf.model.transformer import ModelConfig
 from tools import parity, parity_peers
@@ -122,7 +122,7 @@ def turned_back(x, table):
     return ops.rotate(x, (cos, -sin))
 
 
-def one_more(self, S, T, allowed=attention.Mask.allowed):
+def one_more(self, S, T, allowed=kernels.Mask.allowed):
     return allowed(self if self.window is None else self._replace(window=self.window + 1), S, T)
 
 
@@ -132,7 +132,7 @@ def without_epsilon(scale, x, eps=0.0):
 
 BROKEN = {  # what is broken: (where, what, how, rows that must miss)
     "rope_sign": (attention, "rotate", turned_back, {"base", "sliding", "layer_norm"}),
-    "mask_off_by_one": (attention.Mask, "allowed", one_more, {"sliding"}),
+    "mask_off_by_one": (kernels.Mask, "allowed", one_more, {"sliding"}),
     "norm_epsilon": (transformer, "rms_norm", without_epsilon, {"base", "sliding", "learned"}),
 }
 

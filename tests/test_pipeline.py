@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from common import MESHES, TINY, change, fit, make_mesh, make_store, random_params, some_texts
 
+from minitf import job as job_lib
 from minitf import sharding, train
 from minitf import step as step_lib
 from minitf.data import datasets, pipeline
@@ -107,8 +108,8 @@ def test_P37_a_run_says_that_a_batch_repeats_rows(tmp_path):
     write_ids(tmp_path / "train.bin", np.arange(5 * 16 + 1) % 64)
     write_ids(tmp_path / "val.bin", np.arange(17) % 64)
     cfg = change(TINY, data__kind="tokens", data__path=str(tmp_path))
-    assert "5 training rows are fewer than batch_size=8" in train.describe(train.prepare(cfg))
-    assert "fewer" not in train.describe(train.prepare(change(cfg, batch_size=5), jax.devices()[:1]))
+    assert "5 training rows are fewer than batch_size=8" in job_lib.describe(job_lib.prepare(cfg))
+    assert "fewer" not in job_lib.describe(job_lib.prepare(change(cfg, batch_size=5), jax.devices()[:1]))
 
 
 def contiguous(hosts, batch_size):
@@ -309,7 +310,7 @@ def test_P07_eight_tokens_at_length_eight_are_refused_before_training(tmp_path):
     write_ids(tmp_path / "val.bin", range(9))
     cfg = change(TINY, batch_size=1, seq_len=8, data__kind="tokens", data__path=str(tmp_path))
     with pytest.raises(ValueError, match=r"train.bin: needs at least 9 tokens, found 8"):
-        train.prepare(cfg)
+        job_lib.prepare(cfg)
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)

@@ -10,7 +10,8 @@ import jax
 import pytest
 from common import ROOT, TINY, arguments, change, run_module, slow
 
-from minitf import config, hlo, plan, sharding, topology, train
+from minitf import config, hlo, plan, sharding, topology
+from minitf import job as job_lib
 from minitf import params as P
 from minitf.config import CompilerOptions
 from minitf.metrics import DEVICES, GiB
@@ -77,18 +78,18 @@ def test_a_plan_adds_up_on_every_generation(kind):
 @needs_compiler
 def test_collectives_by_hand_lie_along_the_factors_of_fsdp():
     p = planned("v5e:2x2", change(TOY, mesh__collectives="manual"))
-    assert set(p["mesh"]) == {"data", "fsdp_outer", "fsdp_inner", "tensor"}
-    assert {tuple(c["axes"]) for c in p["collectives"]} >= {("fsdp_outer",), ("fsdp_inner",)}
+    assert set(p["mesh"]) == {"data", "fsdp", "fsdp_inner", "tensor"}
+    assert {tuple(c["axes"]) for c in p["collectives"]} >= {("fsdp",), ("fsdp_inner",)}
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "mesh", "inside"),
     [
-        ("v5e:2x2", dict(), (1, 4, 1)),
-        ("2xv5e:2x2", dict(), (1, 4, 1)),
-        ("2xv5e:2x2", dict(data=2), (1, 4, 1)),
-        ("2xv5e:2x2", dict(data=4, tensor=2), (2, 1, 2)),
+        ("v5e:2x2", dict(), (1, 4, 1, 1)),
+        ("2xv5e:2x2", dict(), (1, 4, 1, 1)),
+        ("2xv5e:2x2", dict(data=2), (1, 4, 1, 1)),
+        ("2xv5e:2x2", dict(data=4, tensor=2), (2, 1, 1, 2)),
     ],
 )
 def test_the_mesh_within_a_slice(name, mesh, inside):
@@ -177,7 +178,7 @@ def test_the_compilers_options_are_those_of_the_topologys_platform():
     cfg = change(
         TOY, compiler_options=CompilerOptions(cpu=("xla_nonsense=1",), tpu=("xla_tpu_scoped_vmem_limit_kib=65536",))
     )
-    assert train.options(cfg, plan.job_of(cfg, devices).mesh) == {"xla_tpu_scoped_vmem_limit_kib": "65536"}
+    assert job_lib.options(cfg, plan.job_of(cfg, devices).mesh) == {"xla_tpu_scoped_vmem_limit_kib": "65536"}
     with pytest.raises(ValueError, match=r"compiler_options\.tpu=xla_nonsense=1: No such compile option"):
         plan.job_of(change(TOY, compiler_options=CompilerOptions(tpu=("xla_nonsense=1",))), devices)
 
@@ -223,7 +224,7 @@ def test_without_the_compiler_the_message_says_how_to_get_it(name, how, monkeypa
 def test_a_plan_needs_no_data():
     cfg = config.freeze(config.load_file(str(ROOT / "configs/llama3_8b.py")))
     job = plan.job_of(cfg, jax.devices()[:8])
-    state = train.program(job).state
+    state = job_lib.program(job).state
     assert plan.local_bytes(state.params) == pytest.approx(8_030_261_248 * 4 / 8, rel=1e-3)
     batch = plan.abstract_batch(job)
     assert {name: a.shape for name, a in batch.items()} == dict.fromkeys(

@@ -21,6 +21,7 @@ from common import ROOT, TINY, change, launch, series, text_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minitf import distributed, metrics, run, sharding, train
+from minitf import job as job_lib
 from minitf import params as P
 from minitf.checkpoint import Checkpoints
 from minitf.data import datasets, pipeline
@@ -79,7 +80,7 @@ def killed_after(step):
 @pytest.fixture(scope="module", autouse=True)
 def programs_shared():
     """Runs of this process with the same step share its traces: they are alike, and most of the time of so short a run."""
-    real, made = train.program, {}
+    real, made = job_lib.program, {}
 
     def program(job):
         assert job.cfg.optimizer.schedule == "constant"  # else the number of steps would be part of the step
@@ -334,13 +335,13 @@ def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
     shutil.copytree(at5, tmp_path / "w")
     devices = mesh.data * mesh.fsdp * mesh.tensor
     cfg = change(cfg, mesh=mesh)
-    job = train.prepare(cfg, jax.devices()[:devices])
+    job = job_lib.prepare(cfg, jax.devices()[:devices])
     with (
         sharding.surroundings(job.mesh, job.cfg.model.dtype),
         run.checkpoints_of(run.resolve(str(tmp_path / "w"))) as checkpoints,
     ):
         restored = checkpoints.restore_newest(
-            train.program(job).state
+            job_lib.program(job).state
         )  # verified against the checksums of eight devices
         assert restored.about["step"] == int(restored.tree.step) == restored.about["data"]["next_batch"] == 5
     status, lines = launch(cfg, tmp_path / "w", devices=devices)
@@ -412,8 +413,8 @@ def test_P27_a_more_steps_go_on_and_say_from_where(corpus, tmp_path, capsys):
 
 def test_another_schedule_says_old_and_new_rate_of_its_first_step(corpus):
     """By steps, by kind, by a length in tokens; the same schedule says nothing."""
-    job = train.prepare(saving(corpus, optimizer__schedule="linear", optimizer__learning_rate=1.0), jax.devices()[:1])
-    said = functools.partial(train.schedule_change, job)
+    job = job_lib.prepare(saving(corpus, optimizer__schedule="linear", optimizer__learning_rate=1.0), jax.devices()[:1])
+    said = functools.partial(job_lib.schedule_change, job)
 
     def checkpoint(**changes):
         return {"step": 5, "config": dataclasses.asdict(change(job.cfg, **changes))}
@@ -431,7 +432,7 @@ def test_another_schedule_says_old_and_new_rate_of_its_first_step(corpus):
     assert "0.5 (linear over 20 steps)" in said(checkpoint(optimizer__warmup_steps=10), 5)
     assert said(checkpoint(eval_every=7), 5) is None
     same_rate = job._replace(cfg=change(job.cfg, optimizer__schedule="constant"), steps=40)
-    assert train.schedule_change(same_rate, checkpoint(optimizer__schedule="constant"), 5) is None
+    assert job_lib.schedule_change(same_rate, checkpoint(optimizer__schedule="constant"), 5) is None
 
 
 @pytest.mark.parametrize(
@@ -446,7 +447,7 @@ def test_another_schedule_says_old_and_new_rate_of_its_first_step(corpus):
     ],
 )
 def test_P27_b_what_must_not_change_is_refused_with_old_and_new(corpus, tmp_path, changes, lines):
-    config_of = lambda cfg: train.prepare(cfg, jax.devices()[:1]).cfg
+    config_of = lambda cfg: job_lib.prepare(cfg, jax.devices()[:1]).cfg
     workdir = run.resolve(str(tmp_path))
     run.begin(workdir, config_of(saving(corpus, steps=1)))
     before = (tmp_path / "config.json").read_bytes()
@@ -483,7 +484,7 @@ def test_what_may_change_may_and_is_told(corpus, undisturbed, tmp_path):
     free = dict(log_every=5, accumulation=4, data__threads=2, profile=(12, 2))
     more = dict(model__remat="full", model__unroll=2, model__dtype="bfloat16", optimizer__learning_rate=1e-4)
     assert run.differences(cfg, change(cfg, **more))[0] == []
-    job = train.prepare(saving(corpus, **free), jax.devices()[:1])
+    job = job_lib.prepare(saving(corpus, **free), jax.devices()[:1])
     found, changed = run.begin(run.resolve(str(tmp_path / "w")), job.cfg)
     assert found
     assert {line.split(":")[0].replace(".", "__") for line in changed} == {"steps", *free}
@@ -506,7 +507,7 @@ def test_settings_newer_than_the_run_are_at_their_defaults_and_unknown_ones_refu
     stored = json.loads(path.read_text())
     del stored["watchdog"]
     path.write_text(json.dumps(stored))
-    job = train.prepare(saving(corpus, steps=5), jax.devices()[:1])
+    job = job_lib.prepare(saving(corpus, steps=5), jax.devices()[:1])
     assert "new since: watchdog" in run.begin(run.resolve(str(tmp_path / "w")), job.cfg)[1]
     path.write_text(json.dumps(stored | {"watchdogs": {}}))
     assert "watchdogs: no such setting; did you mean 'watchdog'?" in refusal(saving(corpus, steps=5), tmp_path / "w")
@@ -540,7 +541,7 @@ def test_init_from_takes_the_parameters_alone(corpus, undisturbed, tmp_path):
     assert all(arrays[n] != trained[n] for n in moments)  # the optimizer starts anew
     with pytest.raises(ValueError, match=r"shape of params/embedding: saved .*, wanted .*"):
         run.check_params(
-            run.resolve(str(source)), train.prepare(saving(corpus, model__dim=32), jax.devices()[:1]).specs
+            run.resolve(str(source)), job_lib.prepare(saving(corpus, model__dim=32), jax.devices()[:1]).specs
         )
 
 
@@ -564,7 +565,7 @@ def test_P30_resume_from_the_newest_good_checkpoint_is_told_and_loses_nothing(co
 
 def poisoned(at):
     """training_batches whose batch of this step makes the loss NaN."""
-    real = train.training_batches
+    real = job_lib.training_batches
 
     def batches(job, start, *args):
         for step, batch in enumerate(real(job, start, *args), start + 1):

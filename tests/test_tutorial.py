@@ -1,17 +1,19 @@
 """The tutorial's five checks, on configs/tutorial.py through the real model and train step."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT, fit, run_module
+from common import ROOT, fit, run_module, run_python, series
 
 from minitf import config, params
 from minitf import step as step_lib
 from minitf.data import datasets
 from minitf.data.store import Rows
+from minitf.metrics import json_lines
 from minitf.model.transformer import model, model_params
 
 CFG = config.freeze(config.load_file(str(ROOT / "configs/tutorial.py")))
@@ -62,10 +64,25 @@ def test_the_parameter_count_is_the_tutorials():
     assert params.count(model_params(CFG.model))["total"] == 103_744
 
 
-def test_the_command_prints_count_and_shape(tmp_path):
-    done = run_module(
-        "minitf.train", "--config", "configs/tutorial.py", "--workdir", tmp_path / "w", "--config.steps=2"
-    )
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """(the process of a short run, as users' are; its metrics)."""
+    workdir = tmp_path_factory.mktemp("command") / "w"
+    settings = ["--config.steps=30", "--config.log_every=1"]
+    done = run_module("minitf.train", "--config", "configs/tutorial.py", "--workdir", workdir, *settings)
     assert done.returncode == 0, done.stderr
-    assert "parameters: 103,744 " in done.stdout
-    assert "[2,16,32]" in done.stdout
+    return done, json_lines(workdir / "metrics.jsonl")
+
+
+def test_the_command_prints_count_and_shape(command):
+    assert "parameters: 103,744 " in command[0].stdout
+    assert "[2,16,32]" in command[0].stdout
+
+
+def test_the_plain_loop_has_the_losses_of_the_command(command):
+    """docs/plain_loop.py trains with the core alone, and minitf.train changes no bit of it."""
+    plain = ROOT / "docs/plain_loop.py"
+    assert len(plain.read_text().splitlines()) <= 50
+    code = "from plain_loop import train; print([loss for loss in train(30)])"
+    done = run_python("-c", code, cwd=plain.parent)
+    assert json.loads(done.stdout) == list(series(command[1], "train/loss").values())

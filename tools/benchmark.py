@@ -39,6 +39,7 @@ from minitf import memory
 from minitf import params as P
 from minitf.checkpoint import CheckpointConfig, Checkpoints
 from minitf.config import Config
+from minitf.job import Job, Program, about, implementation, prepare, program, training_batches
 from minitf.metrics import human, listed_flops, peak_flops
 from minitf.model.transformer import flops_per_token, model_params
 from minitf.run import resolve
@@ -46,7 +47,6 @@ from minitf.sharding import surroundings
 from minitf.state import TrainState
 from minitf.step import Batch
 from minitf.tables import columns
-from minitf.train import Job, Program, about, implementation, prepare, program, training_batches
 
 TRANSFORMERS = "transformers"  # as a --peer
 WARM_UP = 2  # steps before the first that counts

@@ -32,14 +32,15 @@ from minitf import sharding
 from minitf.checkpoint import CheckpointConfig
 from minitf.config import Config
 from minitf.data.datasets import DataConfig
+from minitf.job import prepare
 from minitf.metrics import human
-from minitf.model import attention
-from minitf.model.attention import IMPLEMENTATIONS, AttentionConfig, Mask, Needs
+from minitf.model import kernels
+from minitf.model.attention import AttentionConfig
+from minitf.model.kernels import IMPLEMENTATIONS, Mask, Needs, Scores
 from minitf.model.mlp import MlpConfig
 from minitf.model.transformer import REMAT, ModelConfig, model_params
 from minitf.optimizer import OptimizerConfig
 from minitf.sharding import MeshConfig
-from minitf.train import prepare
 from tools.benchmark import WARM_UP, Side, facts, run, serve, start, summary
 from tools.benchmark_generate import decoding
 
@@ -101,8 +102,7 @@ def errors_of(name: str, request: dict[str, Any]) -> dict[str, list[float]]:
         def mixed(
             implementation: str, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, window=window
         ) -> tuple:
-            cfg = AttentionConfig(implementation=implementation)
-            y, vjp = jax.vjp(lambda q, k, v: attention.mix(q, k, v, Mask(window), cfg), q, k, v)
+            y, vjp = jax.vjp(lambda q, k, v: kernels.mix(q, k, v, Mask(window), Scores(), implementation), q, k, v)
             return y, *vjp(out)
 
         with jax.default_matmul_precision("highest"):
@@ -119,7 +119,7 @@ def correctness(request: dict[str, Any]) -> dict[str, Any]:
     """Of each implementation: why it was skipped, or its errors; it is right where none is twice the bfloat16 reference's own."""
     device = jax.devices()[0]
     needs = Needs("bfloat16", request["seq_len"], request["head_dim"], capability=sharding.capability(device))
-    why = {name: attention.refusal(name, device.platform, needs) for name in IMPLEMENTATIONS}
+    why = {name: kernels.refusal(name, device.platform, needs) for name in IMPLEMENTATIONS}
     errors = {name: errors_of(name, request) for name, reason in why.items() if reason is None}
     own = errors["reference"]
     right = {

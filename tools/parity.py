@@ -34,8 +34,9 @@ from minitf import sharding
 from minitf import step as step_lib
 from minitf.config import Config, fail
 from minitf.data.datasets import DataConfig
-from minitf.model import attention, reference
-from minitf.model.attention import IMPLEMENTATIONS, AttentionConfig
+from minitf.model import attention, kernels, reference
+from minitf.model.attention import AttentionConfig
+from minitf.model.kernels import IMPLEMENTATIONS
 from minitf.model.mlp import MlpConfig
 from minitf.model.transformer import REMAT, ModelConfig, model, model_params
 from minitf.params import SCHEMES
@@ -123,7 +124,7 @@ def long(seq_len: int) -> dict[str, Any]:
 # What an implementation needs besides, or does otherwise.
 SHAPES = {
     "blocked": long(160),  # two blocks of queries
-    "splash": long(attention.LANES),
+    "splash": long(kernels.LANES),
     "cudnn": dict(model__dtype="bfloat16", model__attention__head_dim=8),
 }
 MESHES = {"data8": (8, 1, 1), "fsdp8": (1, 8, 1), "2x2x2": (2, 2, 2), "1x2x4": (1, 2, 4)}  # data, fsdp, tensor
@@ -286,7 +287,7 @@ def actual(cfg: Config, initial: bool = False, steps: int = STEPS) -> Values:
 
 
 def devices_of(cfg: Config) -> int:
-    return math.prod(getattr(cfg.mesh, axis) for axis in sharding.AXES)
+    return math.prod(getattr(cfg.mesh, axis) for axis in sharding.mesh_settings())
 
 
 # ---- the comparison
@@ -378,8 +379,8 @@ def refusal(cfg: Config) -> str | None:
     if a.implementation == "auto":
         return None
     head_dim = attention.sizes(a, cfg.model.dim)[2]
-    needs = attention.Needs(cfg.model.dtype, cfg.seq_len, head_dim, capability=sharding.capability(device))
-    return attention.refusal(a.implementation, device.platform, needs)
+    needs = kernels.Needs(cfg.model.dtype, cfg.seq_len, head_dim, capability=sharding.capability(device))
+    return kernels.refusal(a.implementation, device.platform, needs)
 
 
 def missed(parts: dict[str, Part]) -> tuple[str, ...]:

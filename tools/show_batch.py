@@ -21,7 +21,7 @@ import numpy as np
 from minitf import config as config_lib
 from minitf.data import pipeline
 from minitf.data.tokenizer import Tokenizer
-from minitf.train import phases, prepare
+from minitf.job import phases, prepare
 
 RESET, DIM, INVERSE = "\033[0m", "\033[2m", "\033[7m"
 COLOURS = ("\033[36m", "\033[33m")  # of documents in turn: cyan, yellow

@@ -35,7 +35,6 @@ from minitf.metrics import is_local, write_whole
 from minitf.model.transformer import model_params
 from minitf.paths import given
 from minitf.tables import pick
-from minitf.train import commit
 
 SEQ_LEN = 2048  # positions of a row of an imported model, where it knows so many
 
@@ -93,7 +92,7 @@ def import_model(
                 "config": dataclasses.asdict(cfg),
                 "imported": {"from": str(source.resolve()), "model_type": name},
                 "versions": {"minitf": minitf.__version__, **versions()},
-                "commit": commit(),
+                "commit": run.commit(),
             }
             with Checkpoints(workdir / "checkpoints") as checkpoints:
                 checkpoints.save(0, {"params": params}, about)
