@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NoReturn
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -98,13 +97,15 @@ def waiting(seconds: float) -> Iterator[None]:
     which of the others did not come."""
     from jax._src.lib import _jax
 
-    name = "get_distributed_runtime_service"
-    make = getattr(_jax, name, None)
+    make = getattr(_jax, "get_distributed_runtime_service", None)
     if make is None:  # a later JAX
         yield
         return
-    with mock.patch.object(_jax, name, functools.partial(make, cluster_register_timeout=round(seconds))):
+    _jax.get_distributed_runtime_service = functools.partial(make, cluster_register_timeout=round(seconds))
+    try:
         yield
+    finally:
+        _jax.get_distributed_runtime_service = make
 
 
 def is_first() -> bool:

@@ -27,7 +27,7 @@ class Param:
     inputs:  how many leading dimensions of `shape` are contracted with the activation.
     init:    (key, shape, dtype) -> array; None: what the model's scheme gives this kind.
     dtype:   of the master weight; the compute dtype is `ModelConfig.dtype`.
-    stack:   leading dimensions for layers: not part of fan-in, decay, Muon, factored moments or a per-array norm.
+    stack:   leading dimensions (name, size), of layers: not part of fan-in, decay, Muon, factored moments or a per-array norm.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Param:
     inputs: int = 0
     init: Init | None = None
     dtype: str = "float32"
-    stack: tuple[int, ...] = ()
+    stack: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self):
         assert self.kind in KINDS, f"unknown kind {self.kind!r}; known: {', '.join(KINDS)}"
@@ -47,15 +47,20 @@ class Param:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        return self.stack + self.shape
+        return tuple(n for _, n in self.stack) + self.shape
 
     @property
     def full_axes(self) -> tuple[str, ...]:
-        return ("layers",) * len(self.stack) + self.axes
+        return tuple(name for name, _ in self.stack) + self.axes
 
     @property
     def size(self) -> int:
         return math.prod(self.full_shape)
+
+    @property
+    def active(self) -> int:
+        """Elements that one token is multiplied with."""
+        return self.size if self.kind in ("matrix", "head") else 0
 
     @property
     def fan_in(self) -> int:
@@ -94,7 +99,7 @@ def named_map(f: Callable, specs: Any, *rest: Any) -> Any:
 
 def stacked(specs: Any, layers: int) -> Any:
     """The declarations of `layers` copies along a new leading dimension."""
-    return tree_map(lambda p: dataclasses.replace(p, stack=(layers, *p.stack)), specs)
+    return tree_map(lambda p: dataclasses.replace(p, stack=(("layers", layers), *p.stack)), specs)
 
 
 def unstacked(stack: Any) -> list[Any]:
@@ -187,7 +192,7 @@ def init(specs: Any, key: jax.Array) -> Any:
     def one(name: str, p: Param) -> jax.Array:
         base = jax.random.fold_in(key, zlib.crc32(name.encode()))
         f = lambda k: p.init(k, p.shape, p.dtype)
-        for n in reversed(p.stack):
+        for _, n in reversed(p.stack):
             f = lambda k, f=f, n=n: jax.vmap(lambda i: f(jax.random.fold_in(k, i)))(jnp.arange(n))
         return f(base)
 

@@ -381,7 +381,6 @@ def gather(layer_params: Any, specs: Any, dtype: str) -> Any:
     def one(p: Param, w: jax.Array) -> jax.Array:
         if p.kind in ("scale", "bias"):
             return w
-        p = dataclasses.replace(p, stack=())
         if is_manual(mesh):
             return sent(w, lambda w: gathered(w, p, mesh), dtype)
         return sent(w, lambda w: constrain(w, partition(p, gathered=True)), dtype)
@@ -472,7 +471,7 @@ COLLECTIVES = {
 
 def gathered(w: jax.Array, p: Param, mesh: AnyMesh) -> jax.Array:
     """The array of a declaration, of which this is one device's part, whole along its GATHERED dimensions."""
-    for dim, (axis, axes) in enumerate(zip(p.axes, mesh_axes(p), strict=True)):
+    for dim, (axis, axes) in enumerate(zip(p.full_axes, mesh_axes(p), strict=True)):
         if axis in GATHERED:
             w = whole(w, dim, tuple(a for a in axes if mesh.shape[a] > 1))
     return w

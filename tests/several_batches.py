@@ -9,6 +9,7 @@ import json
 import sys
 
 import numpy as np
+from watched_rows import Watched
 
 from minitf import distributed, sharding
 from minitf.data import datasets, pipeline
@@ -34,11 +35,8 @@ def held(case):
 
     n, read = case["batch_size"], set()
 
-    def note(index, row):
-        read.add(index % n)
-        return row
-
-    train = pipeline.batches(pipeline.training_rows(store, 4, cfg, 1).map_with_index(note), n, layout, cfg)
+    watched = Watched(pipeline.training_rows(store, 4, cfg, 1), lambda index: read.add(index % n))
+    train = pipeline.batches(watched, n, layout, cfg)
     train = itertools.islice(train, case["batches"])
     evaluation = pipeline.batches(pipeline.evaluation_rows(store, 4, cfg, n, None), n, layout, cfg)
     return [

@@ -48,7 +48,7 @@ def implied(job):
     again = cfg.model.remat == "full"  # the backward pass forms products anew
     budget = Counter()
     for p in declarations(job.specs):
-        layers = math.prod(p.stack)
+        layers = math.prod(n for _, n in p.stack)
         split = lambda axes: sizes["tensor"] > 1 and "tensor" in {m for a in axes for m in RULES[a]}
         whole = p.size // layers * 4 // (sizes["tensor"] if split(p.axes) else 1)
         if sizes["fsdp"] > 1:

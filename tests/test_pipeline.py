@@ -345,7 +345,7 @@ def test_a_bad_id_in_the_end_of_a_file_is_found_in_validation_and_can_be_located
     ids[905] = 64
     cfg = DataConfig(kind="tokens", path=str(write_ids(tmp_path / "ids.bin", ids)))
     with pytest.raises(DataError, match=r"ids.bin \(val, from token 900 on\): id 64 at token 5 "):
-        evaluation_rows(load(cfg, 64).val, 16, cfg, 8, None)
+        evaluation_rows(load(cfg, 64).val, 16, cfg, 8, None)[0]
 
 
 CONFIG = """

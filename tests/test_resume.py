@@ -19,6 +19,7 @@ import psutil
 import pytest
 from common import ROOT, TINY, change, launch, series, text_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from watched_rows import Watched
 
 from minitf import distributed, metrics, run, sharding, train
 from minitf import job as job_lib
@@ -616,12 +617,11 @@ def test_P47_a_failing_record_ends_the_run_with_its_error_and_the_last_good_step
     real = pipeline.training_rows
 
     def failing(*args):
-        def check(i, row):
+        def check(i):
             if i == 7 * 8:
                 raise RuntimeError("this record cannot be read")
-            return row
 
-        return real(*args).map_with_index(check)
+        return Watched(real(*args), check)
 
     before = psutil.Process().children(
         recursive=True

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import grain
 import jax
-import numpy as np
 
 from minitf.data import frame as frames
 from minitf.data.datasets import Corpus, DataConfig
@@ -96,6 +95,9 @@ def training_rows(store: Store, seq_len: int, cfg: DataConfig, seed: int) -> gra
     return Looked(rows, (order.shuffle() if cfg.shuffle else order).repeat(None))
 
 
+PADDING = -1  # in the place of a row's number: a blank one
+
+
 class Looked(grain.MapDataset):
     """The rows at the places that the parent gives: what Grain counts for each element would cost more than reading it."""
 
@@ -107,10 +109,13 @@ class Looked(grain.MapDataset):
         return len(self._parent)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.slice(index) if isinstance(index, slice) else self.rows[self._parent[index]]
+        if isinstance(index, slice):
+            return self.slice(index)
+        rows, place = self.find(index)
+        return blank(rows.fields, rows.seq_len) if place == PADDING else rows[place]
 
     def find(self, index: int) -> tuple[Any, int]:
-        """(rows, place in them) of an element."""
+        """(rows, place in them, or PADDING) of an element."""
         return self.rows, self._parent[index]
 
 
@@ -144,9 +149,8 @@ def check_ids(store: Store, seq_len: int, cfg: DataConfig, batch_size: int, batc
 
 def spread(rows: Any, batch_size: int, batches: int | None) -> grain.MapDataset:
     n = len(rows) if batches is None else min(len(rows), batches * batch_size)
-    empty = {k: np.zeros_like(v) for k, v in rows[0].items()}
     padded = -(-n // batch_size) * batch_size
-    return grain.MapDataset.range(padded).map(lambda i: rows[i * len(rows) // n] if i < n else empty)
+    return Looked(rows, grain.MapDataset.range(padded).map(lambda i: i * len(rows) // n if i < n else PADDING))
 
 
 class HostBatches(grain.MapDataset):
@@ -162,15 +166,12 @@ class HostBatches(grain.MapDataset):
     def __getitem__(self, k: Any) -> Any:
         if isinstance(k, slice):
             return self.slice(k)
-        places = [k * self._batch_size + r for r in self._rows]
-        if not isinstance(self._parent, Looked | Mixture):
-            found = [self._parent[place] for place in places]
-            return {name: np.stack([row[name] for row in found]) for name in found[0]}
         # Written where they belong: rows apart, and then joined, take twice the time.
-        found = [self._parent.find(place) for place in places]
+        found = [self._parent.find(k * self._batch_size + r) for r in self._rows]
         batch = blank(found[0][0].fields, len(found), found[0][0].seq_len)
         for r, (rows, i) in enumerate(found):
-            rows.fill(i, {name: values[r] for name, values in batch.items()})
+            if i != PADDING:
+                rows.fill(i, {name: values[r] for name, values in batch.items()})
         return batch
 
 

@@ -20,12 +20,16 @@ class MlpConfig:
     bias: bool = False
 
 
+Aux = dict[str, jax.Array]  # float32 [B]: sums over each row for the loss, beside what goes on in x
+
+
 class Layer(NamedTuple):
     """A kind: its declarations, its function, and the settings that it alone reads."""
 
     params: Callable  # (cfg, dim) -> declarations
-    apply: Callable  # (params, x, cfg) -> x
+    apply: Callable[[Any, jax.Array, MlpConfig], tuple[jax.Array, Aux]]  # (params, x, cfg)
     reads: tuple[str, ...] = ()
+    aux: tuple[str, ...] = ()  # the names of its sums
 
 
 def width(cfg: MlpConfig, dim: int) -> int:
@@ -66,14 +70,14 @@ def once(x: jax.Array) -> jax.Array:
 once.defvjp(lambda x: (x, None), lambda _, g: (jax.lax.optimization_barrier(g),))
 
 
-def up_down(params: Any, x: jax.Array, cfg: MlpConfig, *, activation: Callable) -> jax.Array:
-    return product(params, "down", activation(product(params, "up", x)))
+def up_down(params: Any, x: jax.Array, cfg: MlpConfig, *, activation: Callable) -> tuple[jax.Array, Aux]:
+    return product(params, "down", activation(product(params, "up", x))), {}
 
 
-def gated(params: Any, x: jax.Array, cfg: MlpConfig, *, activation: Callable) -> jax.Array:
+def gated(params: Any, x: jax.Array, cfg: MlpConfig, *, activation: Callable) -> tuple[jax.Array, Aux]:
     """down(activation(gate x) * up x): GLU variants, arXiv:2002.05202."""
     gate, up = (once(product(params, name, x)) for name in ("gate", "up"))
-    return product(params, "down", activation(gate) * up)
+    return product(params, "down", activation(gate) * up), {}
 
 
 def relu_squared(x: jax.Array) -> jax.Array:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from minitf.model.attention import ATTENTION, AttentionConfig, Context, Layer, LayerCache, Stacks, attention, sizes
-from minitf.model.mlp import MLP, MlpConfig
+from minitf.model.mlp import MLP, Aux, MlpConfig
 from minitf.model.ops import dropout, layer_norm, matmul, rms_norm, rope_frequencies, rope_table, softcap, stretched
-from minitf.params import Param, stacked, with_inits, zeros
+from minitf.params import Param, named, stacked, with_inits, zeros
 from minitf.sharding import gather, lookup, pin, pin_cache
 
 
@@ -186,11 +186,9 @@ def flops_per_token(cfg: ModelConfig, specs: Any, seq_len: int, *, causal: bool 
     """FLOPs of forward and backward for one token: 6 x (matrix and head elements; a tied head once) + 12 x H x K x S for
     each layer's attention over the full square of S keys, as the field counts (PaLM, arXiv:2204.02311, appendix B); a window
     takes min(S, window). `causal`: only the keys that are seen."""
-    weights = sum(
-        p.size for p in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Param)) if p.kind in ("matrix", "head")
-    )
+    weights = sum(p.active for _, p in named(specs))
     if cfg.tie_embeddings:
-        weights += cfg.vocab_size * cfg.dim
+        weights += specs["embedding"].size
     H, _, K = sizes(cfg.attention, cfg.dim)
 
     def keys(kind: str) -> float:
@@ -214,9 +212,9 @@ def drop(x: jax.Array, keys_B: jax.Array | None, site: int, rate: float) -> jax.
     return x if keys_B is None or not rate else dropout(fold(keys_B, site), x, rate)
 
 
-def block(params: Any, x: jax.Array, cfg: ModelConfig, kind: Layer, ctx: Context) -> tuple[jax.Array, Stacks]:
-    """x + attention(norm(x)), then x + mlp(norm(x)), [B, S, D] -> [B, S, D]; and the cache's stacks. With post_norms each
-    addition is normed."""
+def block(params: Any, x: jax.Array, cfg: ModelConfig, kind: Layer, ctx: Context) -> tuple[jax.Array, Stacks, Aux]:
+    """x + attention(norm(x)), then x + mlp(norm(x)), [B, S, D] -> [B, S, D]; the cache's stacks; and auxiliary sums. With
+    post_norms each addition is normed."""
 
     def norm(name: str, x: jax.Array) -> jax.Array:
         return NORMS[cfg.norm].apply(params[name], x, cfg.norm_eps)
@@ -228,8 +226,8 @@ def block(params: Any, x: jax.Array, cfg: ModelConfig, kind: Layer, ctx: Context
     inner = ctx._replace(dropout_keys_B=fold(keys, ATTENTION_WEIGHTS))
     y, stacks = attention(params["attention"], norm("attention_norm", x), cfg.attention, inner, kind)
     x = checkpoint_name(x + drop(post("attention_post_norm", y), keys, ATTENTION_OUT, cfg.dropout), "attention_out")
-    y = MLP[cfg.mlp.kind].apply(params["mlp"], norm("mlp_norm", x), cfg.mlp)
-    return x + drop(post("mlp_post_norm", y), keys, MLP_OUT, cfg.dropout), stacks
+    y, aux = MLP[cfg.mlp.kind].apply(params["mlp"], norm("mlp_norm", x), cfg.mlp)
+    return x + drop(post("mlp_post_norm", y), keys, MLP_OUT, cfg.dropout), stacks, aux
 
 
 def embed(params: Any, tokens_BS: jax.Array, positions_BS: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -265,6 +263,7 @@ def new_cache(cfg: ModelConfig, first_B: jax.Array, length: int) -> Cache:
 class Hidden(NamedTuple):
     x_BSD: jax.Array  # final-normed activations in cfg.dtype, from which `logits` or the loss go on
     cache: Cache | None  # with these tokens
+    aux: Aux  # summed over the layers
 
 
 def hidden(
@@ -302,37 +301,39 @@ def hidden(
 
     def layer(
         place: int, x: jax.Array, stacks: Stacks, period: jax.Array, layer_params: Any
-    ) -> tuple[jax.Array, Stacks]:
+    ) -> tuple[jax.Array, Stacks, Aux]:
         layer_params, x = gather(layer_params, specs[place], cfg.dtype), checkpoint_name(x, "layer_in")
         keys = fold(dropout_keys, period * len(kinds) + place)
         ctx = Context(rope, segments, keys, cfg.dropout)
         if cache is not None:
             ctx = ctx._replace(cache=LayerCache(*stacks, period, cache.now, cache.first_B))
-        x, stacks = block(layer_params, x, cfg, ATTENTION[kinds[place]], ctx)
-        return pin(x), stacks
+        x, stacks, aux = block(layer_params, x, cfg, ATTENTION[kinds[place]], ctx)
+        return pin(x), stacks, aux
 
     layers = [rematerialised(functools.partial(layer, place), cfg.remat) for place in range(len(kinds))]
 
     # Without a cache the carry holds empty trees in its place: there is one way through the layers.
-    def body(carry: tuple[jax.Array, list[Stacks]], scanned: tuple[jax.Array, tuple]) -> tuple[tuple, None]:
-        (x, stacks), (period, places) = carry, scanned
+    def body(carry: tuple[jax.Array, list[Stacks], Aux], scanned: tuple[jax.Array, tuple]) -> tuple[tuple, None]:
+        (x, stacks, total), (period, places) = carry, scanned
         stacks = list(stacks)
         for place, layer_params in enumerate(places):
-            x, stacks[place] = layers[place](x, stacks[place], period, layer_params)
-        return (x, stacks), None
+            x, stacks[place], aux = layers[place](x, stacks[place], period, layer_params)
+            total = {name: total[name] + value for name, value in aux.items()}
+        return (x, stacks, total), None
 
     # Whole periods first; the layers left over are one shorter period.
     whole, rest = divmod(cfg.num_layers, len(kinds))
     blocks = params["blocks"]
-    carry = (x, [()] * len(kinds) if cache is None else list(cache.stacks))
+    no_aux = {name: jnp.zeros(len(x)) for name in MLP[cfg.mlp.kind].aux}
+    carry = (x, [()] * len(kinds) if cache is None else list(cache.stacks), no_aux)
     if whole:
         stacked_params = blocks if not rest else jax.tree.map(lambda a: a[:whole], blocks)
         carry, _ = jax.lax.scan(body, carry, (jnp.arange(whole), stacked_params), unroll=min(cfg.unroll, whole))
     if rest:
         carry, _ = body(carry, (jnp.int32(whole), jax.tree.map(lambda a: a[whole], blocks[:rest])))
-    x, stacks = carry
+    x, stacks, aux = carry
     x = NORMS[cfg.norm].apply(params["final_norm"], x, cfg.norm_eps)
-    return Hidden(x, None if cache is None else Cache(tuple(stacks), cache.now + S, cache.first_B))
+    return Hidden(x, None if cache is None else Cache(tuple(stacks), cache.now + S, cache.first_B), aux)
 
 
 def head_name(cfg: ModelConfig) -> str:
