@@ -31,7 +31,7 @@ class Task:
 def train(steps: int = 1000):
     """The loss of each step."""
     sizes = dict(vocab_size=32, max_seq_len=16, dim=64, num_layers=2, positions="learned")
-    attention = AttentionConfig(num_heads=4, implementation="reference")
+    attention = AttentionConfig(num_heads=4)
     task = Task(ModelConfig(**sizes, attention=attention, mlp=MlpConfig(kind="gelu")))
     update = OptimizerConfig("sgd", learning_rate=1e-3, schedule="constant", weight_decay=0.0, clip_norm=None)
     specs, schedule = model_params(task.model), make_schedule(update, steps)
