@@ -14,7 +14,6 @@ import math
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from etils import epath
 
 from minitf import params as P
 from minitf.checksum import checksums
-from minitf.distributed import Vote, first_failing, is_first
+from minitf.distributed import Vote, at_most, first_failing, is_first
 
 FORMAT = 1  # of `about`
 CLOSING = 5.0  # seconds that Orbax may take to end when all is written
@@ -168,14 +167,8 @@ class Checkpoints:
                 raise  # else the error under way is the one to tell
         finally:
             # Nothing is written any more. Where the directory has become unusable, Orbax may wait long for nothing.
-            closing = threading.Thread(target=self._close, daemon=True, name="checkpoints close")
-            closing.start()
-            closing.join(CLOSING)
+            at_most(CLOSING, self._manager.close)  # what it raises was told by wait()
             sys.unraisablehook = self._hook
-
-    def _close(self) -> None:
-        with contextlib.suppress(Exception):  # told by wait()
-            self._manager.close()
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, in order."""

@@ -240,6 +240,20 @@ def leave(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
+def at_most(seconds: float, f: Callable[[], Any]) -> None:
+    """f(), on a thread that is left behind after so many seconds: for an end that may wait for what is gone. What f raises is
+    dropped."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            f()
+
+    thread = threading.Thread(target=run, daemon=True, name="at most")
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no more threads
+        thread.start()
+        thread.join(seconds)
+
+
 def start_ticks(pid: int) -> int | None:
     """When a process of this machine began, in clock ticks since boot; 0 where the system does not tell (it is not Linux);
     None: it does not run."""
@@ -285,9 +299,10 @@ class StopRequest:
     def reason(self) -> str | None:
         return self.signal or ("max_run_time" if time.monotonic() >= self._end else None)
 
-    def ballot(self, failed: bool = False) -> list[int]:
-        """What a process casts to end all: whether it is asked to, and whether it has failed. See `stopped`."""
-        reason = self.reason
+    def ballot(self, failed: bool = False, *, heed: bool = True) -> list[int]:
+        """What a process casts to end all: whether it is asked to (not looked at without `heed`), and whether it has failed. See
+        `stopped`."""
+        reason = self.reason if heed else None
         return [
             0 if reason is None else self.REASONS.index(reason) + 1,
             jax.process_index() + 1 if failed else 0,
@@ -299,9 +314,13 @@ class StopRequest:
             return Stopped(f"an error in process {failing - 1}", FAILED)
         return Stopped(self.REASONS[asked - 1], INTERRUPTED) if asked else None
 
+    def agreed(self, failed: bool = False, *, heed: bool = True) -> Stopped | None:
+        """`stopped` of the ballots of all processes, cast and read here. Every process must come here."""
+        return self.stopped(*Vote(self.ballot(failed, heed=heed)).read())
+
     def check(self) -> None:
         """Raises Stopped in all processes where one is asked to end. Every process must come here."""
-        found = self.stopped(*Vote(self.ballot()).read())
+        found = self.agreed()
         if found is not None:
             raise found
 

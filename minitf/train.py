@@ -84,7 +84,7 @@ from minitf.step import Batch, evaluate
 from minitf.terminal import lasting_output
 
 
-def together(batches: Iterator[Batch], stop: StopRequest, what: str) -> Iterator[Batch]:
+def read_together(batches: Iterator[Batch], stop: StopRequest, what: str) -> Iterator[Batch]:
     """The batches, which all processes take in step. Raises BatchError where this process cannot read one, and Stopped in all
     others then, and in all where one is asked to end."""
     while True:
@@ -93,7 +93,7 @@ def together(batches: Iterator[Batch], stop: StopRequest, what: str) -> Iterator
             found = next(batches, None)
         except Exception as e:
             error = e
-        stopped = stop.stopped(*Vote(stop.ballot(error is not None)).read())
+        stopped = stop.agreed(error is not None)
         if error is not None:
             raise batch_error(what, error)
         if stopped is not None:
@@ -230,7 +230,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
 
         def evaluate_now(step: int) -> float:
             what = f"evaluation of step {step}"
-            data = {c.name: together(evaluation_batches(job, c, asked), stop, what) for c in job.corpora}
+            data = {c.name: read_together(evaluation_batches(job, c, asked), stop, what) for c in job.corpora}
             with events.timed("evaluation", step=step):
                 scores = inside(lambda: evaluate(functions.evaluate, state.params, data))
             writer.write(step, scores)
@@ -290,9 +290,8 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
                 failure = batch_error(f"the batch of step {step}", e)
 
         read_ahead(first + 1)
-        ballot = stop.ballot(failure is not None)
         # A start that is asked to end makes a step nevertheless, where nothing keeps it from that.
-        stopped = stop.stopped(*Vote([0 if ahead else ballot[0], ballot[1]]).read())
+        stopped = stop.agreed(failure is not None, heed=not ahead)
         if failure is not None or stopped is not None:
             raise failure or stopped
         read_ahead(first + 2)

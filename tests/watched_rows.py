@@ -1,26 +1,19 @@
-"""A dataset whose reading can be watched, or made to fail, on the way that production goes."""
+"""Rows whose reading can be watched, or made to fail, on the way that production goes."""
 
 from collections.abc import Callable
 from typing import Any
 
 import grain
 
+from minitf.data.pipeline import Looked
 
-class Watched(grain.MapDataset):
-    """A dataset of rows; watch(index) is called before one is read."""
+
+class Watched(Looked):
+    """Rows as the parent finds them; watch(index) is called before one is read."""
 
     def __init__(self, parent: grain.MapDataset, watch: Callable[[int], None]):
-        super().__init__(parent)
+        super().__init__(None, parent)
         self._watch = watch
-
-    def __len__(self) -> int:
-        return len(self._parent)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        self._watch(index)
-        return self._parent[index]
 
     def find(self, index: int) -> tuple[Any, int]:
         self._watch(index)

@@ -119,8 +119,7 @@ def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig,
     for doc, text in train + val:
         digest.update(os.fsencode(doc) + b"\0" + text)
     parts = (("train", train), ("val", val))
-    stores = (tokenized(f"{name} ({split})", texts, tokenizer, frame) for split, texts in parts)
-    stores = list(stores)  # which tells of what is not UTF-8
+    stores = [tokenized(f"{name} ({split})", texts, tokenizer, frame) for split, texts in parts]
     note = lost_note(tokenizer, characters(tokenizer, train + val), "the texts")
     return Corpus(*stores, tokenizer, sum(len(t) for _, t in train + val), digest.hexdigest(), frame, note=note)
 

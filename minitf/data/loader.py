@@ -1,7 +1,6 @@
 """Batches read ahead on a thread, by a reader that is not trusted to go on: what ends, dies, stalls or hands over another batch
 than the next one is an error that says so."""
 
-import contextlib
 import multiprocessing
 import os
 import queue
@@ -11,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 from absl import flags
 
+from minitf.distributed import POLL, at_most
+
 AHEAD = 2  # batches that are put on the devices before they are asked for
-POLL = 0.25  # seconds
 FIRST = 5  # worker processes may take so many times as long for the first batch: each imports JAX
 SILENT = 5.0  # seconds without a batch after which a process that has ended with 0 is why
 CLOSING = 2.0  # seconds that each part of a reader may take to end
@@ -147,7 +146,7 @@ class Loader:
             return value
 
     def _find_workers(self) -> None:
-        if self._taken <= self._workers:  # later, each has given a batch and is known
+        if self._workers and self._taken <= self._workers:  # later, each has given a batch and is known
             self._own |= children() - self._known
 
     def _check_workers(self, waited: float = 0.0) -> None:
@@ -173,7 +172,7 @@ class Loader:
                     raise LoaderError(f"the loader gave a batch of {found} behind ones of {self._shapes}")
                 self._shapes = found
                 if self._workers:  # whose arrays lie in memory that is shared with them and used again
-                    batch = jax.tree.map(np.array, batch)
+                    batch = {name: np.array(value) for name, value in batch.items()}
                 self._hand_on("batch", self._put(batch))
                 if self._closed.is_set():
                     return
@@ -199,16 +198,9 @@ class Loader:
         if failed:  # so that Grain ends on the thread, too: it would wait for a process that is stopped
             self._kill()
             self._thread.join(CLOSING)
-        closing = threading.Thread(target=self._close_reader, daemon=True, name="loader closes")
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no more threads
-            closing.start()
-            closing.join(CLOSING)
+        at_most(CLOSING, lambda: self._reader.close())
         self._thread.join(CLOSING)
         self._kill()
-
-    def _close_reader(self) -> None:
-        with contextlib.suppress(Exception):
-            self._reader.close()
 
     def _kill(self) -> None:
         for process in self._own:

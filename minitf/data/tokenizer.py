@@ -284,7 +284,7 @@ class HuggingFaceTokenizer:
     @functools.cached_property
     def _pieces(self) -> list[bytes] | None:
         """The bytes of each id, for byte-level BPE; None for others, whose text depends on an id's place."""
-        decoder = json.loads(self.contents).get("decoder") or {}
+        decoder, _ = self._read
         kinds = {d["type"] for d in decoder.get("decoders", [decoder]) if "type" in d}
         if kinds != {"ByteLevel"}:
             return None
@@ -330,17 +330,18 @@ class HuggingFaceTokenizer:
         return self.library.decode(ids.tolist(), skip_special_tokens=True).encode()
 
     @functools.cached_property
-    def _unknown(self) -> int | None:
-        """The id of what the vocabulary does not hold."""
-        model = json.loads(self.contents)["model"]
-        return self._vocabulary.get(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
+    def _read(self) -> tuple[dict[str, Any], int | None]:
+        """Of the file, which may be long: its decoder; the id of what the vocabulary does not hold."""
+        tree = json.loads(self.contents)
+        token = tree["model"].get("unk_token")
+        return tree.get("decoder") or {}, self._vocabulary.get(token) if token else tree["model"].get("unk_id")
 
     def lost(self, text: str) -> str:
         characters = [c for c in sorted(set(text)) if not c.isspace()]
         # Between others: a normaliser may take away what stands at an end. An accent becomes one letter with the one before.
         nothing, *found = self.encode_batch(["aa", *(f"a{c}a" for c in characters)])
         without = self.decode(nothing)
-        gone = lambda ids: self._unknown in ids.tolist() or self.decode(ids) == without
+        gone = lambda ids: self._read[1] in ids.tolist() or self.decode(ids) == without
         return "".join(c for c, ids in zip(characters, found, strict=True) if gone(ids))
 
 
