@@ -24,6 +24,7 @@ from etils import epath
 from minitf import params as P
 from minitf.checksum import checksums
 from minitf.distributed import Vote, at_most, first_failing, is_first
+from minitf.settings import setting
 
 FORMAT = 1  # of `about`
 CLOSING = 5.0  # seconds that Orbax may take to end when all is written
@@ -31,12 +32,24 @@ CLOSING = 5.0  # seconds that Orbax may take to end when all is written
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    every: int | None = None  # optimizer steps from one save to the next
-    every_minutes: float | None = 10.0  # of wall-clock time since the last save, whatever it was for
-    last: bool = True  # also after the last step, and before a signal or max_run_time ends the run
-    keep: int | None = 3  # newest checkpoints; None: all
-    keep_every: int | None = None  # steps; checkpoints of its multiples stay for ever
-    keep_best: int | None = None  # checkpoints with the lowest evaluation losses; every new best is saved
+    every: int | None = setting(
+        None, "optimizer steps between saves; None: see every_minutes", at_least=1, may_change=True
+    )
+    every_minutes: float | None = setting(
+        10.0, "minutes since the last save, whatever its reason; None: see every", above=0, may_change=True
+    )
+    last: bool = setting(
+        True, "save after the last step, and before a signal or max_run_time ends the run", may_change=True
+    )
+    keep: int | None = setting(3, "newest checkpoints that are kept; None: all", at_least=1, may_change=True)
+    keep_every: int | None = setting(
+        None, "checkpoints whose step is a multiple of it are kept for ever; None: none", at_least=1, may_change=True
+    )
+    keep_best: int | None = setting(
+        None,
+        "checkpoints with the lowest evaluation losses that are kept (each new best is saved); None: none",
+        **dict(at_least=1, may_change=True),
+    )
 
 
 class SaveError(Exception):

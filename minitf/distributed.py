@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 import minitf
 from minitf import cluster
+from minitf.settings import LONGEST, setting
 
 # ---- one of several processes
 
@@ -48,9 +49,17 @@ def leave_absent_tpu() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig:
-    start_timeout: float = 300.0  # seconds that processes wait at the start until all have come
-    heartbeat_timeout: float = (
-        30.0  # seconds without a sign of life after which a process counts as dead, which ends all
+    start_timeout: float = setting(
+        300.0,
+        "seconds to wait at the start until all processes have joined",
+        at_least=1,
+        at_most=LONGEST,
+        may_change=True,
+    )
+    heartbeat_timeout: float = setting(
+        30.0,
+        "seconds without a heartbeat after which a process counts as dead, which ends all",
+        **dict(at_least=1, at_most=LONGEST, may_change=True),
     )
 
 
@@ -382,16 +391,19 @@ def stop_on_signals(max_run_time: float | None = None) -> Iterator[StopRequest]:
 # ---- watched
 
 REARM = 1.0  # seconds: arming at every step would slow the shortest ones
-LONGEST = (
-    1e9  # seconds that a setting may say: timers of Python's threads take 9.2 times as many, JAX's timeouts 2.1 times
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class WatchdogConfig:
-    factor: float | None = 20.0  # a step may take so many times the median of the run's own steps; None: no watchdog
-    at_least: float = 60.0  # seconds that any step may take
-    exit: bool = False  # end the process then, so that a scheduler starts it again; else only tell
+    factor: float | None = setting(
+        20.0,
+        "a step may take this many times the median of the run's steps; None: no watchdog",
+        **dict(above=0, at_most=LONGEST, may_change=True),
+    )
+    at_least: float = setting(60.0, "seconds that any step may take", above=0, at_most=LONGEST, may_change=True)
+    exit: bool = setting(
+        False, "then end the process, so that a scheduler restarts it; else report only", may_change=True
+    )
 
 
 class Watchdog:

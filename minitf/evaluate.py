@@ -17,8 +17,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from minitf import config as config_lib
-from minitf import run, sharding
+from minitf import command_line, run, sharding
 from minitf.config import Config
 from minitf.data import datasets, pipeline
 from minitf.data.frame import Frame
@@ -205,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(results) if args.json else harness.table(results))
             return 0
         for name in ("context", "row_length", "batch_size"):
-            config_lib.require(
+            command_line.require(
                 f"--{name}", getattr(args, name), getattr(args, name) is None or getattr(args, name) >= 1, "at least 1"
             )
         context = model.cfg.seq_len if args.context is None else args.context
@@ -223,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
             for data in chosen(args.data, args.split, model.cfg, tokenizer, run.frame_of(model, tokenizer))
         }
     except ValueError as e:
-        config_lib.fail(str(e))
+        command_line.fail(str(e))
     if args.json:
         print(json.dumps({"workdir": str(workdir), "step": model.step, "context": context, "data": results}))
     else:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from minitf import config as config_lib
-from minitf import run, sharding
+from minitf import command_line, run, settings, sharding
 from minitf.data import chat
 from minitf.data.frame import Frame
 from minitf.data.tokenizer import Tokenizer, lost_note
@@ -268,19 +267,9 @@ def arguments() -> argparse.ArgumentParser:
         help=f"tokens behind a prompt (default: as many as fit into model.max_seq_len, at most {NEW_TOKENS})",
     )
     default = Sampling(temperature=TEMPERATURE)
-    for name, kind, meaning in (
-        ("temperature", float, "divides the logits; 0: the likeliest token"),
-        ("top_k", int, "draw from so many likeliest tokens, and those as likely as the last; 0: from all"),
-        (
-            "top_p",
-            float,
-            "from the fewest likeliest that have this probability together, and those as likely as the last; 1: from all",
-        ),
-        ("min_p", float, "from those at least this likely, compared with the likeliest; 0: from all"),
-        ("repetition_penalty", float, "above 1: tokens seen so far become less likely"),
-    ):
-        value = getattr(default, name)
-        add(f"--{name}", type=kind, default=value, metavar="X", help=f"{meaning} (default: {value})")
+    for f in settings.fields(Sampling):
+        value = getattr(default, f.name)
+        add(f"--{f.name}", type=f.kind, default=value, metavar="X", help=f"{f.setting.meaning} (default: {value})")
     add("--seed", type=int, default=0, metavar="N", help="another gives other texts (default: 0)")
     add(
         "--stop",
@@ -313,8 +302,8 @@ def checked(args: argparse.Namespace) -> Sampling:
     """The sampling settings. Raises ValueError for the first argument that cannot work."""
     for name in ("num_samples", "max_new_tokens", "batch_size", "chunk"):
         value = getattr(args, name)
-        config_lib.require(f"--{name}", value, value is None or value >= 1, "at least 1")
-    config_lib.require("--seed", args.seed, 0 <= args.seed < 2**32, "from 0 to 4294967295 (2^32 - 1)")
+        command_line.require(f"--{name}", value, value is None or value >= 1, "at least 1")
+    command_line.require("--seed", args.seed, 0 <= args.seed < 2**32, "from 0 to 4294967295 (2^32 - 1)")
     if args.prompt and args.prompts is not None:
         raise ValueError("--prompt and --prompts: give one of them")
     if args.log_probs and not args.json:
@@ -326,7 +315,7 @@ def checked(args: argparse.Namespace) -> Sampling:
     if "" in args.stop:
         raise ValueError("--stop: an empty text stands everywhere")
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
-    sampling.check("--")
+    settings.check(sampling, "--")
     return sampling
 
 
@@ -369,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
                     raise
                 print(f"\nerror: {e}", file=sys.stderr)
     except ValueError as e:
-        config_lib.fail(str(e))
+        command_line.fail(str(e))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the text has enough

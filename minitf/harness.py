@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from minitf import run, sharding
+from minitf.config import freeze
 from minitf.data.store import check_rows
 from minitf.data.tokenizer import Tokenizer
 from minitf.model.transformer import model as forward
@@ -216,7 +217,7 @@ def sampling_of(kwargs: dict[str, Any], say_once: Callable[[str, str], None]) ->
     if not given.get("temperature"):
         say_once("temperature", "do_sample=True without a temperature above 0: drawn at temperature 1")
         given["temperature"] = 1.0
-    return Sampling(**given)
+    return freeze(given, Sampling, "generation_kwargs.")
 
 
 def task_files(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -360,7 +360,7 @@ def about(job: Job, step: int, mixed: list[Phase], tokens: int, loss: float | No
         "evaluation": loss,
         "tokens_seen": tokens,
         "data": position(job, step) | {"mixture": mixed},
-        "config": dataclasses.asdict(job.cfg),
+        "config": config_lib.stored(job.cfg),
         "mesh": sharding.sizes(job.mesh),
         "processes": jax.process_count(),
         "versions": {"minitf": minitf.__version__, **versions()},
@@ -370,7 +370,7 @@ def about(job: Job, step: int, mixed: list[Phase], tokens: int, loss: float | No
 
 def check_same_run(job: Job, saved: dict[str, Any]) -> None:
     """Raises ValueError where a checkpoint belongs to a run with other settings or other data."""
-    fixed, _ = run.differences(config_lib.freeze(saved["config"]), job.cfg)
+    fixed, _ = run.differences(config_lib.from_stored(saved["config"])[0], job.cfg)
     data, now = saved["data"], position(job, saved["step"])
     # A checkpoint from before a fact was kept says nothing of it.
     fixed += [f"data {name}: {data[name]} -> {now[name]}" for name in now if data.get(name, now[name]) != now[name]]
@@ -386,7 +386,7 @@ def schedule_change(job: Job, saved: dict[str, Any], updates: int) -> str | None
     """What a run that goes on under another schedule than its checkpoint's says of its next rate; None: it is the same one.
     `updates`: how many were applied."""
     described, rates = [], []
-    before = config_lib.freeze(saved["config"])
+    before = config_lib.from_stored(saved["config"])[0]
     for cfg, steps in ((before, config_lib.total_steps(before, job.rows)), (job.cfg, job.steps)):
         o = cfg.optimizer
         follows = {name: getattr(o, name) for name in ("learning_rate", "warmup_steps", *SCHEDULES[o.schedule].reads)}

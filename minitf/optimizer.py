@@ -10,29 +10,39 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from minitf.params import Param, tree_map
-from minitf.tables import pick
+from minitf.settings import setting
+
+MOMENT_DTYPES = {"float32": "4 bytes a parameter", "bfloat16": "2 bytes a parameter"}
+NONFINITE = {"stop": "the run ends, status 4", "skip": "the update is left out"}  # it is never applied
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    kind: str = "adamw"  # see OPTIMIZERS
-    learning_rate: float = 3e-4  # at the peak of the schedule
-    schedule: str = "cosine"  # see SCHEDULES
-    warmup_steps: int = 0  # updates of a linear ramp, the first of which has rate 0; the next one has the peak
-    # Of warmup_stable_decay: the last updates, whose rates fall below the peak; None: a fifth of all.
-    decay_steps: int | None = None
-    end_learning_rate: float = 0.0  # that an update after the last one would have; at most learning_rate
-    b1: float = 0.9  # decay of the first moment
-    b2: float = 0.95  # decay of the second moment
-    eps: float = 1e-8  # added to the root of the second moment
-    momentum: float | None = None  # of sgd; None: plain
-    muon_momentum: float = 0.95  # of muon's matrices
-    weight_decay: float = 0.1  # a step takes learning rate x weight_decay of each decayed weight
-    decay_embeddings: bool = False  # decay token and position tables too
-    clip_norm: float | None = 1.0  # global norm of the accumulated gradient; None: not clipped
-    moment_dtype: str = "float32"  # of the first moment: "float32" or "bfloat16"
-    nonfinite: str = (
-        "stop"  # at a step whose loss, gradient or update is not finite: "stop" or "skip"; it is never applied
+    kind: str = setting("adamw", "update rule", one_of=lambda: OPTIMIZERS)
+    learning_rate: float = setting(3e-4, "rate at the schedule's peak", above=0, may_change=True)
+    schedule: str = setting("cosine", "learning rate after warm-up", one_of=lambda: SCHEDULES, may_change=True)
+    warmup_steps: int = setting(
+        0, "updates of a linear ramp; the first has rate 0, the next after it the peak", at_least=0, may_change=True
+    )
+    decay_steps: int | None = setting(
+        None, "last updates, whose rates fall below the peak; None: a fifth of all", at_least=1, may_change=True
+    )
+    end_learning_rate: float = setting(
+        0.0, "rate that an update after the last would have; at most learning_rate", at_least=0, may_change=True
+    )
+    b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1, may_change=True)
+    b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1, may_change=True)
+    eps: float = setting(1e-8, "added to the root of the second moment", above=0, may_change=True)
+    momentum: float | None = setting(None, "decay of SGD's momentum; None: none", at_least=0, below=1, may_change=True)
+    muon_momentum: float = setting(0.95, "decay of Muon's momentum", at_least=0, below=1, may_change=True)
+    weight_decay: float = setting(0.1, "times learning rate: share of a weight per update", at_least=0, may_change=True)
+    decay_embeddings: bool = setting(False, "also decay token and position embeddings", may_change=True)
+    clip_norm: float | None = setting(
+        1.0, "global norm to which the accumulated gradient is clipped; None: not clipped", above=0, may_change=True
+    )
+    moment_dtype: str = setting("float32", "dtype of the first moment", one_of=lambda: MOMENT_DTYPES)
+    nonfinite: str = setting(
+        "stop", "what follows a loss, gradient or update that is not finite", one_of=lambda: NONFINITE, may_change=True
     )
 
 
@@ -64,15 +74,18 @@ def warmup_stable_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 class Schedule(NamedTuple):
+    meaning: str
     make: Callable[[OptimizerConfig, int], optax.Schedule]
     reads: tuple[str, ...] = ()
 
 
 SCHEDULES = {
-    "constant": Schedule(constant),
-    "linear": Schedule(linear, reads=("end_learning_rate",)),
-    "cosine": Schedule(cosine, reads=("end_learning_rate",)),
-    "warmup_stable_decay": Schedule(warmup_stable_decay, reads=("end_learning_rate", "decay_steps")),
+    "constant": Schedule("the peak", constant),
+    "linear": Schedule("a line to end_learning_rate", linear, reads=("end_learning_rate",)),
+    "cosine": Schedule("half a cosine to end_learning_rate", cosine, reads=("end_learning_rate",)),
+    "warmup_stable_decay": Schedule(
+        "the peak, then a line over decay_steps", warmup_stable_decay, reads=("end_learning_rate", "decay_steps")
+    ),
 }
 
 
@@ -80,7 +93,7 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
     """Rate of the update that optimizer step 0, 1, ... applies; the same function trains and is logged."""
     after = steps - cfg.warmup_steps
     # A warm-up as long as the run is a ramp and nothing else.
-    main = pick("optimizer.schedule", SCHEDULES, cfg.schedule).make(cfg, after) if after > 0 else constant(cfg, 0)
+    main = SCHEDULES[cfg.schedule].make(cfg, after) if after > 0 else constant(cfg, 0)
     if cfg.warmup_steps == 0:
         return main
     return optax.join_schedules(
@@ -180,20 +193,25 @@ def muon_with_adamw(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) 
 
 
 class Optimizer(NamedTuple):
+    meaning: str
     make: Callable[[OptimizerConfig, Any, optax.Schedule], optax.GradientTransformation]
     reads: tuple[str, ...] = ()
 
 
 OPTIMIZERS = {
-    "sgd": Optimizer(sgd, reads=("momentum",)),
-    "adamw": Optimizer(adamw, reads=("b1", "b2", "eps", "moment_dtype")),
-    "lion": Optimizer(lion, reads=("b1", "b2", "moment_dtype")),
-    "adafactor": Optimizer(adafactor),
-    "muon": Optimizer(muon_with_adamw, reads=("b1", "b2", "eps", "moment_dtype", "muon_momentum")),
+    "sgd": Optimizer("SGD, with or without momentum", sgd, reads=("momentum",)),
+    "adamw": Optimizer("AdamW (arXiv:1711.05101)", adamw, reads=("b1", "b2", "eps", "moment_dtype")),
+    "lion": Optimizer("Lion (arXiv:2302.06675)", lion, reads=("b1", "b2", "moment_dtype")),
+    "adafactor": Optimizer("Adafactor (arXiv:1804.04235); the rate is relative to a weight's size", adafactor),
+    "muon": Optimizer(
+        "Muon for matrices, AdamW for the rest",
+        muon_with_adamw,
+        reads=("b1", "b2", "eps", "moment_dtype", "muon_momentum"),
+    ),
 }
 
 
 def make_optimizer(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Clipping by global norm, then the optimizer; takes gradients of the accumulated loss."""
-    tx = pick("optimizer.kind", OPTIMIZERS, cfg.kind).make(cfg, specs, schedule)
+    tx = OPTIMIZERS[cfg.kind].make(cfg, specs, schedule)
     return tx if cfg.clip_norm is None else optax.chain(optax.clip_by_global_norm(cfg.clip_norm), tx)

@@ -156,17 +156,20 @@ class Normal:
 
 
 def fixed(p: Param, num_layers: int) -> float:
-    """Standard deviation 0.02 everywhere: the tutorial's."""
+    """0.02 everywhere: the tutorial's."""
     return 0.02
 
 
 def gpt2(p: Param, num_layers: int) -> float:
-    """0.02, outputs into the residual stream divided by sqrt(2 x layers): Radford et al. 2019, section 2.3."""
+    """0.02, divided by sqrt(2 x layers) where a matrix writes to the residual stream: Radford et al. 2019, section 2.3."""
     return 0.02 / math.sqrt(2 * num_layers) if p.writes_residual else 0.02
 
 
 def fan_in(p: Param, num_layers: int) -> float:
-    """1 / sqrt(inputs), which keeps the variance of activations; an embedding of width D counts as a (tied) head with D inputs."""
+    """1 / sqrt(inputs), which keeps the variance of activations.
+
+    An embedding of width D counts as a (tied) head with D inputs.
+    """
     return 1 / math.sqrt(p.shape[-1] if p.kind == "embedding" else p.fan_in)
 
 

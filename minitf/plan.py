@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 import minitf
+from minitf import command_line, hlo, sharding, topology
 from minitf import config as config_lib
-from minitf import hlo, sharding, topology
 from minitf import job as job_lib
 from minitf import params as P
 from minitf.config import Config
@@ -519,7 +519,7 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # a device that is here is left alone
     jax.config.update("jax_enable_compilation_cache", False)  # what it holds could only be read by the device
     try:
-        args, cfg = config_lib.parse_args(sys.argv[1:] if argv is None else argv, parser)
+        args, cfg = command_line.parse_args(sys.argv[1:] if argv is None else argv, parser)
         jobs = {name: job_of(cfg, topology.find_devices(name)) for name in args.topology}
         plans, tries = [], {}
         for name, job in jobs.items():
@@ -537,7 +537,7 @@ def main(argv: list[str] | None = None) -> int:
         elif len(plans) > 1:
             print("\n" + table(plans, {"topology": lambda p: p["topology"], "devices": lambda p: str(p["devices"])}))
     except ValueError as e:
-        config_lib.fail(str(e))
+        command_line.fail(str(e))
     return 0 if all(p["fits"] for p in plans) else DOES_NOT_FIT
 
 

@@ -28,6 +28,7 @@ from minitf.distributed import say, start_ticks
 from minitf.metrics import is_local, json_lines, write_whole
 from minitf.model.transformer import model_params
 from minitf.paths import given
+from minitf.settings import fields, flat
 from minitf.sharding import MeshConfig, make_mesh, shardings
 
 LOCK = "lock.json"
@@ -225,34 +226,19 @@ def stored_config(workdir: epath.Path) -> tuple[Config, list[str]] | None:
     if not path.exists():
         return None
     try:
-        tree = json.loads(path.read_text())
-        return config_lib.freeze(tree), config_lib.missing(tree)
+        return config_lib.from_stored(json.loads(path.read_text()))
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
 
 
-# A run is its model, data, batches, seed and kind of optimizer; with others it would be another run. The rest may change.
-FIXED = ("batch_size", "seq_len", "seed", "model", "data", "optimizer.kind", "optimizer.moment_dtype")
-FREE = (  # of these, what changes how a step is computed or where the same data lie (their checksums are compared)
-    *("model.remat", "model.unroll", "model.dtype", "model.dropout", "model.attention.implementation"),
-    *("model.attention.block_q", "model.attention.block_kv", "model.attention.dropout"),
-    *("data.threads", "data.prefetch", "data.workers", "data.timeout"),
-    *("data.path", "data.val_path", "data.mixture"),
-)
-
-
 def differences(old: Config, new: Config) -> tuple[list[str], list[str]]:
     """(what must not change and did, what may change and did), as lines `name: old -> new`."""
-
-    def within(name: str, prefixes: tuple[str, ...]) -> bool:
-        return any(name == p or name.startswith(p + ".") for p in prefixes)
-
-    before, fixed, free = config_lib.flat(old), [], []
-    for name, value in config_lib.flat(new).items():
-        if before[name] != value:
-            lines = fixed if within(name, FIXED) and not within(name, FREE) else free
-            lines.append(f"{name}: {before[name]} -> {value}")
-    return fixed, free
+    before, after = flat(old), flat(new)
+    lines: dict[bool, list[str]] = {False: [], True: []}
+    for f in fields(Config):
+        if before[f.name] != after[f.name]:
+            lines[f.setting.may_change].append(f"{f.name}: {before[f.name]} -> {after[f.name]}")
+    return lines[False], lines[True]
 
 
 def has_checkpoint(workdir: epath.Path) -> bool:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from minitf import params as P
-from minitf import sharding
+from minitf import settings, sharding
 from minitf.data.frame import Frame
 from minitf.data.tokenizer import Tokenizer
 from minitf.model.transformer import (
@@ -27,36 +27,36 @@ from minitf.model.transformer import (
     pattern,
     with_any_kernel,
 )
+from minitf.settings import setting, setting_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How a token is drawn from the logits, in this order."""
 
-    repetition_penalty: float = (
-        1.0  # logits of ids seen so far: above 0 divided by it, below multiplied (arXiv:1909.05858)
+    repetition_penalty: float = setting(
+        1.0,
+        "divides positive and multiplies negative logits of seen ids (arXiv:1909.05858); 1: off",
+        at_least=0.01,
+        at_most=100,
     )
-    temperature: float = 1.0  # divides the logits; 0 (below 0.00001): the likeliest id
-    top_k: int = 0  # so many likeliest ids, and those as likely as the last of them; 0: all
-    # The fewest likeliest ids with at least this probability together, and those as likely as the last of them
-    # (arXiv:1904.09751); 1: all.
-    top_p: float = 1.0
-    min_p: float = 0.0  # ids at least this likely, compared with the likeliest (arXiv:2407.01082); 0: all
-
-    def check(self, prefix: str = "") -> None:
-        """Raises ValueError for the first setting that cannot work; `prefix`: of the names in its message."""
-        whole = self.top_k >= 0 and self.top_k == int(self.top_k)
-        for name, ok, constraint in (
-            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100 (1: off)"),
-            ("temperature", 0 <= self.temperature <= 1000, "from 0 (the likeliest token) to 1000"),
-            ("top_k", whole, "a whole number of at least 0 (0: off)"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1: off)"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1 (0: off)"),
-        ):
-            if not ok:
-                raise ValueError(f"{prefix}{name}={getattr(self, name)}: must be {constraint}")
+    temperature: float = setting(1.0, "divides the logits; 0: the likeliest token", at_least=0, at_most=1000)
+    top_k: int = setting(0, "draw from this many likeliest tokens, and those as likely as the last; 0: all", at_least=0)
+    top_p: float = setting(
+        1.0,
+        "draw from the fewest likeliest tokens with this probability together (arXiv:1904.09751), and those as likely as the "
+        "last; 1: all",
+        **dict(above=0, at_most=1),
+    )
+    min_p: float = setting(
+        0.0,
+        "draw from tokens at least this likely, relative to the likeliest (arXiv:2407.01082); 0: all",
+        at_least=0,
+        at_most=1,
+    )
 
 
+TEMPERATURE = 0.8  # where none is given: a little likelier than the model's own distribution
 COLDEST = 1e-5  # a temperature below counts as 0: dividing by less could overflow
 
 
@@ -82,11 +82,10 @@ def draw(logits_BV: jax.Array, seen_BV: jax.Array, keys_B: jax.Array, how: dict[
     x = jnp.where(seen_BV & (penalty != 1), punished, logits_BV)
 
     def random() -> jax.Array:
-        settings = how["top_k"], how["top_p"], how["min_p"]
-        top_k, top_p, min_p = settings
+        top_k, top_p, min_p = filters = how["top_k"], how["top_p"], how["min_p"]
         y = x / temperature
         # Sorting a vocabulary costs more than all else here.
-        y = jax.lax.cond((top_k > 0) | (top_p < 1) | (min_p > 0), filtered, lambda y, *_: y, y, *settings)
+        y = jax.lax.cond((top_k > 0) | (top_p < 1) | (min_p > 0), filtered, lambda y, *_: y, y, *filters)
         return jax.vmap(jax.random.categorical)(keys_B, y)
 
     found = jax.lax.cond(temperature >= COLDEST, random, lambda: jnp.argmax(x, axis=-1))
@@ -280,7 +279,7 @@ class Sampler:
         numbers: of the rows, folded into the seed (None: 0, 1, 2, ...). stopped: bool [rows], in which the caller may set, between
         pieces, which rows need no more. Raises ValueError where a prompt does not fit.
         """
-        sampling.check()
+        settings.check(sampling)
         self.check(prompts, max_new_tokens)
         limits = np.array(of_each(max_new_tokens, prompts))
         max_new_tokens = int(limits.max(initial=0))
@@ -297,8 +296,8 @@ class Sampler:
             tokens[row, first[row] :] = ids
         padded = lambda values, rest: np.array([*values, *[rest] * (B - n)])
         number = padded(range(n) if numbers is None else numbers, 0).astype(np.uint32)
-        settings = vars(sampling) | {"top_k": min(sampling.top_k, self._cfg.vocab_size)}
-        how = {k: np.array(v, np.int32 if k == "top_k" else np.float32) for k, v in settings.items()}
+        numbers = vars(sampling) | {"top_k": min(sampling.top_k, self._cfg.vocab_size)}
+        how = {k: np.array(v, np.int32 if k == "top_k" else np.float32) for k, v in numbers.items()}
         stopped = np.zeros(n, bool) if stopped is None else stopped
 
         with sharding.surroundings(self._mesh, self._cfg.dtype):
@@ -435,17 +434,18 @@ def complete(
 # ---- while training
 
 
-TEMPERATURE = 0.8  # where none is given: a little likelier than the model's own distribution
-
-
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """Of the texts that a run writes every `sample_every` steps."""
+    """The texts that a run writes every `sample_every` steps."""
 
-    prompts: tuple[str, ...] = ("\n",)  # an empty one: what documents begin with
-    max_new_tokens: int = 64  # at most; fewer where model.max_seq_len is reached
-    temperature: float = TEMPERATURE  # 0: the likeliest token
-    top_k: int = 0  # of the likeliest tokens; 0: all
+    prompts: tuple[str, ...] = setting(
+        ("\n",), "beginnings of texts; an empty one: the beginning of a document", nonempty=True, may_change=True
+    )
+    max_new_tokens: int = setting(
+        64, "tokens behind each prompt; fewer where model.max_seq_len is reached", at_least=1, may_change=True
+    )
+    temperature: float = setting_of(Sampling, "temperature", default=TEMPERATURE, may_change=True)
+    top_k: int = setting_of(Sampling, "top_k", may_change=True)
 
     def sampling(self) -> Sampling:
         return Sampling(temperature=self.temperature, top_k=self.top_k)

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from minitf import params as P_
 from minitf.params import Param
+from minitf.settings import setting
 
 
 class MeshAxis(NamedTuple):
@@ -60,21 +61,25 @@ SETTINGS = {  # logical axis -> the setting that sizes it
 }
 
 
+SIZE = dict(at_least=1, also={-1: "the devices that the others leave"}, may_change=True)
+DCN = dict(at_least=1, also={-1: "the hosts that the others leave"}, may_change=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    data: int = 1  # replicas of the parameters; -1: the devices that the others leave
-    fsdp: int = -1  # shards of the parameters along their width, of the batch too
-    tensor: int = 1  # shards of heads, MLP and vocabulary
-    # Factors of the same axes that lie across hosts (of several TPU slices: across slices). Where any is given, their product is
-    # the number of hosts, the sizes above count inside one, and an axis has the product of both; else data takes the hosts
-    # first, then fsdp. -1: the hosts that the others leave.
-    dcn_data: int = 1
-    dcn_fsdp: int = 1
-    dcn_tensor: int = 1
-    collectives: str = "auto"  # see COLLECTIVES
-    # Of manual: fsdp as two factors, of which this is the inner. Weights are gathered along it first, gradients scattered along it
-    # last. 1: in one step; None: along the lines of a TPU's torus, elsewhere in one step.
-    fsdp_inner: int | None = None
+    data: int = setting(1, "replicas of the parameters", **SIZE)
+    fsdp: int = setting(-1, "shards of the parameters' width and of the batch", **SIZE)
+    tensor: int = setting(1, "shards of heads, MLP and vocabulary", **SIZE)
+    # Where any is not 1, their product is the number of hosts, the sizes above count inside one, and an axis has the product of
+    # both; else data takes the hosts first, then fsdp. A host is a TPU slice where there are several.
+    dcn_data: int = setting(1, "factor of data across hosts (TPU slices)", **DCN)
+    dcn_fsdp: int = setting(1, "factor of fsdp across hosts (TPU slices)", **DCN)
+    dcn_tensor: int = setting(1, "factor of tensor across hosts (TPU slices)", **DCN)
+    collectives: str = setting("auto", "who decides what is sent", one_of=lambda: COLLECTIVES, may_change=True)
+    # Weights are gathered along the inner factor first, gradients scattered along it last.
+    fsdp_inner: int | None = setting(
+        None, "inner of two factors of fsdp; 1: one; None: a line of a TPU's torus, else 1", at_least=1, may_change=True
+    )
 
 
 def mesh_settings() -> tuple[str, ...]:
@@ -458,14 +463,14 @@ def manual(f: Gradients, specs: Any, dtype: str) -> Gradients:
 class Collectives(NamedTuple):
     """How gradients over all devices are made of gradients over rows, and the settings that it alone reads."""
 
+    meaning: str
     apply: Callable[[Gradients, Any, str], Gradients]  # arguments as of `manual`
     reads: tuple[str, ...] = ()
 
 
 COLLECTIVES = {
-    "auto": Collectives(lambda f, specs, dtype: f),  # the compiler finds out what must be sent; any mesh
-    # What is sent is written in this file, in the order that sends least; tensor=1.
-    "manual": Collectives(manual, reads=("fsdp_inner",)),
+    "auto": Collectives("the compiler, on any mesh", lambda f, specs, dtype: f),
+    "manual": Collectives("minitf, in the order that sends least; tensor=1", manual, reads=("fsdp_inner",)),
 }
 
 

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from minitf import checksum, distributed, memory, run
+from minitf import checksum, command_line, distributed, memory, run
 from minitf import config as config_lib
 from minitf import params as P
 from minitf.checkpoint import Checkpoints, DamagedError, SaveError
@@ -470,7 +470,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     distributed.add_arguments(parser)
     try:
-        args, cfg = config_lib.parse_args(sys.argv[1:] if argv is None else argv, parser)
+        args, cfg = command_line.parse_args(sys.argv[1:] if argv is None else argv, parser)
         if args.print_config:
             print(config_lib.to_json(cfg), end="")
             return 0
@@ -482,18 +482,18 @@ def main(argv: list[str] | None = None) -> int:
         with start_up.phase("processes"):
             distributed.start(cfg.distributed, args)
     except ValueError as e:
-        config_lib.fail(str(e))
+        command_line.fail(str(e))
     with distributed.guarded(cfg.distributed), contextlib.ExitStack() as stack:
         with start_up.phase("devices"):
             jax.devices()
-        with distributed.together(config_lib.fail), start_up.phase("data"):
+        with distributed.together(command_line.fail), start_up.phase("data"):
             framing = frames.of_tokenizer if args.overwrite else run.framing_of(workdir)
             job = prepare(cfg, framing=framing)
-        with distributed.together(config_lib.fail):
+        with distributed.together(command_line.fail):
             distributed.same_everywhere("settings or data", config_lib.to_json(job.cfg) + job.sha256)
         distributed.say(describe(job))
         lock = None
-        with distributed.together(config_lib.fail):
+        with distributed.together(command_line.fail):
             if cfg.init_from is not None:
                 run.check_params(run.resolve(cfg.init_from, "init_from"), job.specs)
             if distributed.is_first():

@@ -20,7 +20,7 @@ import pytest
 from etils import epath
 from jax.experimental import topologies
 
-from minitf import config, run, sharding, train
+from minitf import config, run, settings, sharding, train
 from minitf import job as job_lib
 from minitf import params as P
 from minitf import step as step_lib
@@ -244,8 +244,8 @@ def arguments(cfg: Config, workdir: Path) -> list[str]:
     """The command line of minitf.train for a config that was made here."""
     file = Path(workdir).parent / "default_config.py"
     file.write_text("from minitf import config\n\nget_config = config.default\n")
-    before = config.flat(Config())
-    changed = {name: v for name, v in config.flat(cfg).items() if v != before[name]}
+    before = settings.flat(Config())
+    changed = {name: v for name, v in settings.flat(cfg).items() if v != before[name]}
     flags = [f"--config.{name}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for name, v in changed.items()]
     return ["--config", str(file), "--workdir", str(workdir), *flags]
 

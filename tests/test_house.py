@@ -6,7 +6,7 @@ from pathlib import Path
 from common import ROOT
 
 CORE = (
-    *("tables", "params", "checksum", "sharding"),
+    *("tables", "settings", "params", "checksum", "sharding"),
     *("model.ops", "model.kernels", "model.attention", "model.mlp", "model.transformer", "model.loss"),
     *("optimizer", "state", "step"),
 )
@@ -14,14 +14,14 @@ BELOW = (  # the wall
     *("paths", "terminal", "hlo", "memory", "cluster", "distributed"),
     *("data.loader", "data.tokenizer", "data.long_texts", "data.chat", "data.frame", "data.store", "data.mixture"),
     *("data.packing", "data.datasets", "data.pipeline"),
-    *("metrics", "profile", "checkpoint", "sampling", "config", "run", "job"),
+    *("metrics", "profile", "checkpoint", "sampling", "config", "command_line", "run", "job"),
     *("train", "harness", "evaluate", "generate", "topology", "plan"),
     *("huggingface.settings", "huggingface.families", "huggingface.folder", "huggingface.tokenizer"),
     *("huggingface.convert", "huggingface.__main__"),
 )
 ORDER = CORE + BELOW
 LEAVES = ("train", "evaluate", "generate", "plan", "huggingface.__main__")  # command lines
-REACH = 2500  # lines of step and optimizer, with all that they import
+REACH = 2900  # lines of step and optimizer, with all that they import
 
 
 def module(path: Path) -> str:

@@ -265,12 +265,14 @@ def test_dropout_keeps_the_mean_and_its_rate():
 
 @pytest.mark.parametrize("remat", [r for r in REMAT if r != "none"])
 def test_rematerialisation_keeps_less(remat):
+    """`products` less than all, every other policy less than `products`."""
+
     def temporary_bytes(remat):
         cfg = change(TINY, model__remat=remat, model__num_layers=8, model__mlp__hidden=128)
         step = jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))
         return step.lower(random_params(cfg.model), random_batch(cfg)).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary_bytes(remat) < temporary_bytes("none")
+    assert temporary_bytes(remat) < temporary_bytes("none" if remat == "products" else "products")
 
 
 def test_the_program_does_not_grow_with_depth():

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from minitf import config
+from minitf import settings
 from minitf.model import attention, kernels, ops, transformer
 from minitf.model.loss import LossConfig
 from minitf.model.transformer import ModelConfig
@@ -58,7 +58,7 @@ DROPOUT = {"model__dropout", "model__attention__dropout"}  # random, and off in 
 
 
 def test_every_setting_of_the_model_is_seen_or_named_here():
-    names = {f"model.{n}" for n in config.flat(ModelConfig())} | {f"loss.{n}" for n in config.flat(LossConfig())}
+    names = {f"model.{n}" for n in settings.flat(ModelConfig())} | {f"loss.{n}" for n in settings.flat(LossConfig())}
     assert {n.replace(".", "__") for n in names} == set(SEEN) | SHAPES | DROPOUT | (set(HOW) - {"mesh", "accumulation"})
 
 

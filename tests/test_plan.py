@@ -304,10 +304,10 @@ def test_a_search_cuts_the_batch_until_it_fits_and_doubles_it_while_it_does(monk
 @needs_compiler
 @pytest.mark.slow
 def test_a_search_on_a_topology(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "REMAT", {name: REMAT[name] for name in ("none", "full")})
+    monkeypatch.setattr(plan, "REMAT", {name: REMAT[name] for name in ("products", "full")})
     found = list(plan.search(plan.job_of(change(TOY, batch_size=4), topology.find_devices("v5e:2x2")), "v5e:2x2"))
     assert [(p["remat"], p["batch_size"], p["fits"]) for p in found] == [
-        (remat, n, True) for remat in ("none", "full") for n in (4, 8, 16)
+        (remat, n, True) for remat in ("products", "full") for n in (4, 8, 16)
     ]
     assert "model.remat=full batch_size=16 accumulation=1" in capsys.readouterr().err
 

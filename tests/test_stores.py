@@ -31,7 +31,7 @@ from common import (
 from minitf import job as job_lib
 from minitf import run, sharding, train
 from minitf.checkpoint import Checkpoints
-from minitf.config import parse_value
+from minitf.command_line import parse_value
 from minitf.data import datasets, pipeline
 from minitf.data.datasets import DataConfig
 from minitf.data.loader import LoaderError

@@ -34,8 +34,8 @@ import jax
 import numpy as np
 from etils import epath
 
+from minitf import command_line, memory
 from minitf import config as config_lib
-from minitf import memory
 from minitf import params as P
 from minitf.checkpoint import CheckpointConfig, Checkpoints
 from minitf.config import Config
@@ -485,13 +485,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Config]]:
         if "=" not in word:
             raise ValueError(f"{word}: write --against.NAME=VALUE")
     shared = [word for word in argv if word not in own]
-    args, cfg = config_lib.parse_args(shared, parser)
+    args, cfg = command_line.parse_args(shared, parser)
     if args.against is None and not own:
         return args, {args.config: cfg}
     file = args.against or args.config
     overrides = [word.replace("--against.", "--config.", 1) for word in own]
     try:
-        _, other = config_lib.parse_args([*shared, *overrides, f"--config={file}"], parser)
+        _, other = command_line.parse_args([*shared, *overrides, f"--config={file}"], parser)
     except ValueError as e:
         raise ValueError(f"second side ({file}): {e}") from None
     changes = " ".join(word.removeprefix("--against.") for word in own)
@@ -541,7 +541,7 @@ def main(argv: list[str] | None = None) -> int:
             text = table({name: result})
         print(json.dumps(result) if args.json else text)
     except ValueError as e:
-        config_lib.fail(str(e))
+        command_line.fail(str(e))
     except RuntimeError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

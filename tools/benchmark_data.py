@@ -24,8 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from minitf import config as config_lib
-from minitf import sharding
+from minitf import command_line, sharding
 from minitf.data import datasets, pipeline
 from minitf.data.packing import add_plan
 from minitf.data.tokenizer import HuggingFaceTokenizer, make_tokenizer
@@ -172,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         for name in ("seq_len", "rounds", "steps"):
-            config_lib.require(f"--{name}", getattr(args, name), getattr(args, name) >= 1, "at least 1")
+            command_line.require(f"--{name}", getattr(args, name), getattr(args, name) >= 1, "at least 1")
         with tempfile.TemporaryDirectory() as folder:
             directory = Path(folder)
             found: dict[str, Any] = {"cores": os.cpu_count(), "seq_len": args.seq_len}
@@ -181,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.config:
                 found |= {"config": args.config, "waiting": waiting(args.config, directory, args.steps)}
     except ValueError as e:
-        config_lib.fail(str(e))
+        command_line.fail(str(e))
     print(json.dumps(found) if args.json else "\n".join(lines(found)))
     return 0
 

@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minitf import config as config_lib
-from minitf import run, sharding
+from minitf import command_line, run, sharding
 from minitf.model.transformer import ModelConfig
 from minitf.sampling import Sampler, Sampling, prepared
 from minitf.sharding import MeshConfig
@@ -161,14 +160,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         words = [word.strip() for word in args.batch_sizes.split(",")]
         ok = all(word.isdigit() and int(word) >= 1 for word in words)
-        config_lib.require("--batch_sizes", args.batch_sizes, ok, "whole numbers of at least 1")
+        command_line.require("--batch_sizes", args.batch_sizes, ok, "whole numbers of at least 1")
         sizes = [int(word) for word in words]
         for name, least in (("prompt", 1), ("new_tokens", 2), ("rounds", 1)):
-            config_lib.require(f"--{name}", getattr(args, name), getattr(args, name) >= least, f"at least {least}")
+            command_line.require(f"--{name}", getattr(args, name), getattr(args, name) >= least, f"at least {least}")
         sources = {"minitf": args.workdir} | ({"transformers": args.against} if args.against else {})
         result = compare(sources, sizes, args.prompt, args.new_tokens, args.rounds)
     except ValueError as e:
-        config_lib.fail(str(e))
+        command_line.fail(str(e))
     print(json.dumps(result) if args.json else "\n".join(lines(result)))
     return 0
 

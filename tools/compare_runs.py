@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from minitf import config, run
+from minitf import command_line, run
 from minitf.metrics import json_lines
+from minitf.settings import flat
 
 
 class Record(NamedTuple):
@@ -43,7 +44,7 @@ def read(workdir: epath.Path) -> Record:
     metrics: dict[int, dict[str, Any]] = {}
     for line in json_lines(workdir / "metrics.jsonl"):
         metrics.setdefault(line["step"], {}).update(line)
-    return Record(config.flat(stored[0]), batches, metrics, parameters)
+    return Record(flat(stored[0]), batches, metrics, parameters)
 
 
 def first_difference(a: dict[int, Any], b: dict[int, Any]) -> int | None:
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         records = [read(run.resolve(w, "work directory")) for w in (args.a, args.b)]
     except ValueError as e:
-        config.fail(str(e))
+        command_line.fail(str(e))
     lines, equal = compare(*records)
     print("\n".join(lines))
     return 0 if equal else 1

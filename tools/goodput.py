@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from minitf import config, run
+from minitf import command_line, run
 from minitf.metrics import duration, json_lines
 
 KINDS = {
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         events = json_lines(workdir / "events.jsonl")
         total = spent(events)
     except ValueError as e:
-        config.fail(f"{args.workdir}: {e}")
+        command_line.fail(f"{args.workdir}: {e}")
     if args.json:
         print(json.dumps({"processes": len(attempts(events)), "seconds": total}))
         return 0

@@ -32,7 +32,8 @@ import numpy as np
 from minitf import params as P
 from minitf import sharding
 from minitf import step as step_lib
-from minitf.config import Config, fail
+from minitf.command_line import fail
+from minitf.config import Config
 from minitf.data.datasets import DataConfig
 from minitf.model import attention, kernels, reference
 from minitf.model.attention import AttentionConfig

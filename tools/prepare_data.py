@@ -385,9 +385,9 @@ def main(argv: list[str] | None = None) -> int:
         pack(args.output, args.pack)
         return verify(args.output) if args.verify else 0
     except ValueError as e:
-        from minitf import config  # brings JAX, which workers do without
+        from minitf import command_line  # brings JAX, which workers do without
 
-        config.fail(str(e))
+        command_line.fail(str(e))
     except (WorkerDied, OSError) as e:
         print(f"error: {e}; the same command goes on from here", file=sys.stderr)
         return 1

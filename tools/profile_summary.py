@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-from minitf import config
+from minitf import command_line
 from minitf.paths import given
 
 # ---- the compiled programs, which a profile holds as HLO
@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--top={args.top}: must be at least 1")
         found = summary(find(given(args.place, "DIR")))
     except ValueError as e:
-        config.fail(str(e))
+        command_line.fail(str(e))
     print(json.dumps(found) if args.json else table(found, args.top))
     return 0
 

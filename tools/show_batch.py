@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from minitf import config as config_lib
+from minitf import command_line
 from minitf.data import pipeline
 from minitf.data.tokenizer import Tokenizer
 from minitf.job import phases, prepare
@@ -95,10 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--split", choices=("train", "val"), default="train", help="val: rows of the evaluation")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
     try:
-        args, cfg = config_lib.parse_args(sys.argv[1:] if argv is None else argv, parser)
+        args, cfg = command_line.parse_args(sys.argv[1:] if argv is None else argv, parser)
         for name in ("batch", "rows"):
             value, least = getattr(args, name), {"batch": 0, "rows": 1}[name]
-            config_lib.require(f"--{name}", value, value is None or value >= least, f"at least {least}")
+            command_line.require(f"--{name}", value, value is None or value >= least, f"at least {least}")
         job = prepare(cfg)
         cfg = job.cfg
         if args.split == "train":
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             rows = pipeline.evaluation_rows(job.corpora[0].val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
             batches = len(rows) // cfg.batch_size
-            config_lib.require(
+            command_line.require(
                 "--batch", args.batch, args.batch < batches, f"below {batches}, the evaluation's batches"
             )
         colour = args.color == "always" or (
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
             print(header(f"batch {args.batch}, row {r}", row))
             print(rendered(row, job.tokenizer, colour))
     except ValueError as e:
-        config_lib.fail(str(e))
+        command_line.fail(str(e))
     except BrokenPipeError:  # | head
         sys.stderr.close()
     return 0

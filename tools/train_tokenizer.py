@@ -135,9 +135,9 @@ def main(argv: list[str] | None = None) -> int:
         options = dict(text_key=args.text_key, max_bytes=args.max_bytes, specials=args.special)
         print(train(args.input, given(args.output, "--output"), args.vocab_size, **options))
     except ValueError as e:
-        from minitf import config
+        from minitf import command_line
 
-        config.fail(str(e))
+        command_line.fail(str(e))
     return 0
 
 

@@ -18,6 +18,8 @@ import numpy as np
 from minitf.data import frame as frames
 from minitf.data import long_texts
 from minitf.data.frame import Frame
+from minitf.data.mixture import check_mixture
+from minitf.data.packing import PACKINGS
 from minitf.data.store import (
     MANIFEST,
     SPLITS,
@@ -34,39 +36,62 @@ from minitf.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
     as_unicode,
+    check_name,
     id_dtype,
     load_tokenizer,
     lost_note,
     make_tokenizer,
 )
 from minitf.paths import FIRST, container, files_below, given
-from minitf.tables import pick
+from minitf.settings import LONGEST, setting
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    kind: str = "stdlib"  # see DATASETS
-    path: str | None = (
-        None  # of text: a file, a directory or a glob; of tokens: a file, or a directory of both splits; of store:
+    kind: str = setting("stdlib", "where text or tokens come from", one_of=lambda: DATASETS)
+    path: str | None = setting(
+        None,
+        "text: a file, a directory or a pattern; tokens: a file, or a directory of both splits; store: the output of "
+        "tools.prepare_data; None: where mixture is given, or the kind reads none",
+        may_change=True,
     )
-    # the directory that tools.prepare_data wrote
-    mixture: tuple[tuple[str, float], ...] | None = (
-        None  # stores and their weights, in place of path; may change in a run
+    mixture: tuple[tuple[str, float], ...] | None = setting(
+        None,
+        "stores and their weights, PATH:WEIGHT,...; None: path alone",
+        **dict(above=0, nonempty=True, in_place_of="path", check=check_mixture, may_change=True),
     )
-    val_path: str | None = None  # of the validation split; None: part of path
-    val_fraction: float = 0.1  # for validation: the end of one file, or a share of many, by a hash of their names
-    text_key: str = "text"  # the column of parquet and huggingface
-    tokenizer: str = "bytes"  # one of tokenizer.TOKENIZERS, or the path of a tokenizer.json
-    token_dtype: str = "uint16"  # of raw token files
-    eos_id: int | None = None  # the id that ends a document in token files; None: not known
-    shuffle: bool = True  # rows, anew in each epoch
-    packing: str = "concat"  # how documents become rows, see PACKINGS
-    isolate_documents: bool = False  # documents that share a row do not see each other, positions restart
-    seed: int | None = None  # of the shuffle; None: the run's seed
-    threads: int = 1  # that read rows ahead of the step; more where the storage is slow to answer
-    prefetch: int = 8  # batches read ahead
-    workers: int = 0  # processes that read rows; 0: threads alone, enough unless reading a row takes long
-    timeout: float | None = 40.0  # seconds without a batch after which the reader counts as stalled; None: never
+    val_path: str | None = setting(None, "the validation split; None: a part of path", may_change=True)
+    val_fraction: float = setting(
+        0.1, "validation's share: the end of one file, or of many files by a hash of their names", above=0, below=1
+    )
+    text_key: str = setting("text", "the column or field with the text")
+    tokenizer: str = setting(
+        "bytes",
+        "how text becomes tokens: bytes, chars, or the path of a tokenizer.json or of its directory",
+        check=lambda name, value: check_name(value, name),
+    )
+    token_dtype: str = setting("uint16", "dtype of raw token files", one_of=lambda: TOKEN_DTYPES)
+    eos_id: int | None = setting(None, "the id that ends a document in token files; None: unknown", at_least=0)
+    shuffle: bool = setting(True, "shuffle rows, anew in each epoch")
+    packing: str = setting("concat", "how documents become rows", one_of=lambda: PACKINGS)
+    isolate_documents: bool = setting(False, "documents that share a row do not see each other, positions restart")
+    seed: int | None = setting(None, "seed of the shuffle; None: the run's seed", at_least=0, at_most=2**32 - 1)
+    threads: int = setting(
+        1, "threads that read rows; more for slow storage", at_least=1, at_most=1024, may_change=True
+    )
+    prefetch: int = setting(8, "batches read ahead", at_least=1, at_most=32767, may_change=True)
+    workers: int = setting(
+        0,
+        "processes that read rows; 0: threads alone, unless a row takes long",
+        at_least=0,
+        at_most=1024,
+        may_change=True,
+    )
+    timeout: float | None = setting(
+        40.0,
+        "seconds without a batch after which the reader counts as stalled; None: never",
+        **dict(above=0, at_most=LONGEST, may_change=True),
+    )
 
 
 class Corpus(NamedTuple):
@@ -86,8 +111,9 @@ Framing = Callable[[Tokenizer], Frame]  # how texts that are encoded at the star
 
 
 class Source(NamedTuple):
+    meaning: str
     load: Callable[[DataConfig, int | None, Framing], Corpus]  # (cfg, model.vocab_size, framing)
-    reads: tuple[str, ...]
+    reads: tuple[str, ...] = ()  # settings of DataConfig that it alone reads
 
 
 Documents = list[tuple[str, bytes]]  # (name, text)
@@ -334,7 +360,7 @@ def load_huggingface(cfg: DataConfig, vocab_size: int | None, framing: Framing) 
     return from_splits(cfg, read(directory / "train", "data.path"), val, framing)
 
 
-TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int32", "int64")  # little-endian
+TOKEN_DTYPES = dict.fromkeys(("uint8", "uint16", "uint32", "uint64", "int32", "int64"), "little-endian")
 
 
 def load_tokens(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
@@ -343,7 +369,6 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Co
         raise ValueError("data.path=None: data.kind=tokens needs a file, or a directory with train.bin and val.bin")
     if vocab_size is None:
         raise ValueError("model.vocab_size=None: data.kind=tokens has no tokenizer to take it from")
-    pick("data.token_dtype", dict.fromkeys(TOKEN_DTYPES), cfg.token_dtype)
     if cfg.eos_id is not None and not 0 <= cfg.eos_id < vocab_size:
         raise ValueError(f"data.eos_id={cfg.eos_id}: must be below model.vocab_size={vocab_size}")
     path = given(cfg.path, "data.path")
@@ -433,22 +458,29 @@ def load_none(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corp
     )
 
 
+SPLIT = ("val_path", "val_fraction")
 DATASETS = {
-    "none": Source(load_none, reads=()),
-    "stdlib": Source(load_stdlib, reads=("tokenizer",)),
-    "text": Source(load_text, reads=("path", "val_path", "val_fraction", "tokenizer")),
-    "parquet": Source(load_parquet, reads=("path", "val_path", "val_fraction", "tokenizer", "text_key")),
-    "arrayrecord": Source(load_arrayrecord, reads=("path", "val_path", "val_fraction", "tokenizer")),
-    "huggingface": Source(load_huggingface, reads=("path", "val_path", "val_fraction", "tokenizer", "text_key")),
-    "tokens": Source(load_tokens, reads=("path", "val_path", "val_fraction", "token_dtype", "eos_id")),
-    "synthetic": Source(load_synthetic, reads=()),
-    "store": Source(load_store, reads=("path", "mixture")),
+    "none": Source("nothing: an imported model", load_none),
+    "stdlib": Source("the sources of Python's standard library, on every machine", load_stdlib, reads=("tokenizer",)),
+    "text": Source("text files", load_text, reads=("path", *SPLIT, "tokenizer")),
+    "parquet": Source("a column of Parquet files", load_parquet, reads=("path", *SPLIT, "tokenizer", "text_key")),
+    "arrayrecord": Source(
+        "ArrayRecord files, a document a record", load_arrayrecord, reads=("path", *SPLIT, "tokenizer")
+    ),
+    "huggingface": Source(
+        "a dataset that the package datasets has saved",
+        load_huggingface,
+        reads=("path", *SPLIT, "tokenizer", "text_key"),
+    ),
+    "tokens": Source("flat files of token ids", load_tokens, reads=("path", *SPLIT, "token_dtype", "eos_id")),
+    "synthetic": Source("counting modulo the vocabulary: the tutorial's task", load_synthetic),
+    "store": Source("what tools.prepare_data writes", load_store, reads=("path", "mixture")),
 }
 
 
 def load(cfg: DataConfig, vocab_size: int | None, framing: Framing = frames.of_tokenizer) -> Corpus:
     """The corpus that the config names. Raises ValueError for what a user can mend, a vocabulary too small among it."""
-    corpus = pick("data.kind", DATASETS, cfg.kind).load(cfg, vocab_size, framing)
+    corpus = DATASETS[cfg.kind].load(cfg, vocab_size, framing)
     if corpus.tokenizer is not None and vocab_size is not None and corpus.tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"model.vocab_size={vocab_size} is smaller than the {corpus.tokenizer.vocab_size} ids of data.tokenizer={cfg.tokenizer}"
@@ -460,14 +492,10 @@ def load_all(cfg: DataConfig, vocab_size: int | None, framing: Framing = frames.
     """The corpora that the config names: one, or those of a mixture, in its order."""
     if cfg.mixture is None:
         return (load(cfg, vocab_size, framing),)
-    if cfg.path is not None:
-        raise ValueError(f"data.path={cfg.path}: has no effect beside data.mixture={cfg.mixture}")
     paths = [path for path, _ in cfg.mixture]
     # By their last names, where these tell them apart.
     names = [Path(p).name for p in paths]
     names = names if len(set(names)) == len(names) else paths
-    if len(set(names)) < len(names):
-        raise ValueError(f"data.mixture={cfg.mixture}: names a store twice")
     corpora = tuple(
         load(dataclasses.replace(cfg, path=path, mixture=None), vocab_size)._replace(name=name)
         for path, name in zip(paths, names, strict=True)

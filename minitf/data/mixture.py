@@ -30,6 +30,13 @@ def shares(weights: tuple[float, ...]) -> np.ndarray:
     return counts
 
 
+def check_mixture(name: str, mixture: tuple[tuple[str, float], ...]) -> None:
+    """Raises ValueError for a weight too small for PERIOD, and for a store that is named twice."""
+    shares(tuple(weight for _, weight in mixture))
+    if len({path for path, _ in mixture}) < len(mixture):
+        raise ValueError(f"{name}={mixture}: names a store twice")
+
+
 @functools.cache
 def order(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(dataset [PERIOD], how many of its rows stand before [PERIOD], rows of each dataset in a period).

@@ -9,6 +9,7 @@ import bisect
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from minitf.data.store import (
     TOKENS,
     OnDisk,
     Row,
+    Rows,
     Store,
     filled,
     on_disk,
@@ -164,3 +166,56 @@ def open_plan(path: Path, described: dict[str, Any]) -> Plan:
     rows, chunks = described["rows"], described["chunks"]
     behind = (rows + 1) * OFFSETS.itemsize
     return Plan(OnDisk(str(path), OFFSETS, rows + 1), on_disk(path, OFFSETS, chunks, behind, (2,)))
+
+
+# ---- the ways to make rows
+
+
+class Packing(NamedTuple):
+    meaning: str
+    rows: Callable[[Store, int, bool, bool], Any]  # (store, seq_len, isolate, tail) -> a sequence of rows
+    reads: tuple[str, ...] = ()  # settings of DataConfig that it alone reads
+
+
+def concatenated(store: Store, seq_len: int, isolate: bool, tail: bool) -> Rows:
+    return Rows(store, seq_len, isolate=isolate, tail=tail)
+
+
+def planned(store: Store, seq_len: int, isolate: bool, tail: bool) -> PackedRows:
+    """The plan that the store brings along; for texts that are loaded at the start, a new one."""
+    check_offsets(store, "best_fit")
+    if store.plans is None:
+        plan = best_fit(documents(store), seq_len)
+    elif seq_len in store.plans:
+        plan = open_plan(*store.plans[seq_len])
+    else:
+        have = ", ".join(map(str, sorted(store.plans))) or "none"
+        raise ValueError(
+            f"{store.name}: has no best-fit plan for seq_len={seq_len} (there are: {have}); "
+            f"python -m tools.prepare_data --output DIR --pack {seq_len} adds it"
+        )
+    return PackedRows(store, plan, seq_len, segments=True)
+
+
+def one_document(store: Store, seq_len: int, isolate: bool, tail: bool) -> PackedRows:
+    check_offsets(store, "documents")
+    return PackedRows(store, one_a_row(documents(store), seq_len), seq_len, segments=False)
+
+
+def check_offsets(store: Store, packing: str) -> None:
+    if store.offsets is None:
+        raise ValueError(
+            f"{store.name}: data.packing={packing} needs to know where documents end; python -m tools.prepare_data makes a "
+            "store that does"
+        )
+
+
+PACKINGS = {
+    "concat": Packing(
+        "one after another, cut every seq_len tokens: no padding, long documents are cut",
+        concatenated,
+        reads=("isolate_documents",),
+    ),
+    "best_fit": Packing("side by side, isolated; only those longer than a row are cut; little padding", planned),
+    "documents": Packing("one a row, what is longer than a row left out: for fine-tuning", one_document),
+}

@@ -2,9 +2,8 @@
 else."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import jax
@@ -14,64 +13,13 @@ from minitf.data.datasets import Corpus, DataConfig
 from minitf.data.frame import Frame
 from minitf.data.loader import Loader
 from minitf.data.mixture import Mixture, Phase
-from minitf.data.packing import PackedRows, best_fit, documents, one_a_row, open_plan
-from minitf.data.store import Row, Rows, Store, blank
-from minitf.tables import pick
-
-# ---- documents to rows
+from minitf.data.packing import PACKINGS
+from minitf.data.store import Row, Store, blank
 
 
-class Packing(NamedTuple):
-    rows: Callable[[Store, int, DataConfig, bool], Any]  # (store, seq_len, cfg, tail) -> a sequence of rows
-    reads: tuple[str, ...] = ()
-
-
-def planned(store: Store, seq_len: int, cfg: DataConfig, tail: bool) -> PackedRows:
-    """The plan that the store brings along; of texts that are loaded at the start, it is made now."""
-    known_documents(store, cfg)
-    if store.plans is None:
-        plan = best_fit(documents(store), seq_len)
-    elif seq_len in store.plans:
-        plan = open_plan(*store.plans[seq_len])
-    else:
-        have = ", ".join(map(str, sorted(store.plans))) or "none"
-        raise ValueError(
-            f"{store.name}: has no best-fit plan for seq_len={seq_len} (there are: {have}); "
-            f"python -m tools.prepare_data --output DIR --pack {seq_len} adds it"
-        )
-    return PackedRows(store, plan, seq_len, segments=True)
-
-
-def one_document(store: Store, seq_len: int, cfg: DataConfig, tail: bool) -> PackedRows:
-    known_documents(store, cfg)
-    return PackedRows(store, one_a_row(documents(store), seq_len), seq_len, segments=False)
-
-
-def known_documents(store: Store, cfg: DataConfig) -> None:
-    if store.offsets is None:
-        raise ValueError(
-            f"{store.name}: data.packing={cfg.packing} needs to know where documents end; python -m tools.prepare_data makes a "
-            "store that does"
-        )
-
-
-PACKINGS = {
-    # Documents one after the other, cut every seq_len tokens: no padding, long documents are cut.
-    "concat": Packing(
-        lambda store, seq_len, cfg, tail: Rows(store, seq_len, isolate=cfg.isolate_documents, tail=tail),
-        reads=("isolate_documents",),
-    ),
-    # Documents side by side, isolated; only those longer than a row are cut; little padding (best-fit decreasing).
-    "best_fit": Packing(planned),
-    # One document a row, and what is longer than a row is left out: for fine-tuning.
-    "documents": Packing(one_document),
-}
-
-
-@functools.lru_cache(maxsize=32)  # checked at the start, read by training, and again by each evaluation
 def rows_of(store: Store, seq_len: int, cfg: DataConfig, tail: bool = False) -> Any:
     """A sequence of rows, dicts like those of `store.Rows`. `tail`: every token once, the last row padded."""
-    return pick("data.packing", PACKINGS, cfg.packing).rows(store, seq_len, cfg, tail)
+    return PACKINGS[cfg.packing].rows(store, seq_len, cfg.isolate_documents, tail)
 
 
 def has_segments(cfg: DataConfig) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from minitf import config as config_lib
+from minitf import command_line
 from minitf.checkpoint import SaveError
 from minitf.huggingface.convert import Done, export_model, import_model
 from minitf.huggingface.families import FAMILIES
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         done, numbers = convert(args)
     except ValueError as e:
-        config_lib.fail(str(e))
+        command_line.fail(str(e))
     except (SaveError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from minitf import config as config_lib
-from minitf import run
 from minitf.huggingface.settings import (
     GEMMA_LAYERS,
     MISTRAL_WINDOW,
@@ -25,7 +24,8 @@ from minitf.huggingface.settings import (
 )
 from minitf.model.attention import sizes
 from minitf.model.mlp import width
-from minitf.model.transformer import POSITIONS, ModelConfig
+from minitf.model.transformer import ModelConfig
+from minitf.settings import fields, flat, unread
 
 # ---- the families' settings
 
@@ -207,15 +207,13 @@ FAMILIES = {
 def canonical(cfg: ModelConfig) -> ModelConfig:
     """The same mathematics in one form: what follows from other settings filled in, what nothing reads at its default."""
     _, G, K = sizes(cfg.attention, cfg.dim)
-    before, fresh = config_lib.flat(cfg), config_lib.flat(ModelConfig())
-    layers = kinds(before)
-    settings = before | {"attention.kind": fresh["attention.kind"]} | as_pattern(layers)
+    before, fresh = flat(cfg), flat(ModelConfig())
+    idle = {setting.name for setting in unread(cfg)}
+    idle |= set() if cfg.attention.qk_norm else {"attention.qk_norm_eps"}
+    idle |= {n for n, one in {"attention.scale": K**-0.5, "embedding_scale": 1.0}.items() if equal(before[n], one)}
+    settings = before | {"attention.kind": fresh["attention.kind"]} | as_pattern(kinds(before))
     settings |= {"attention.num_kv_heads": G, "attention.head_dim": K, "mlp.hidden": width(cfg.mlp, cfg.dim)}
-    unread = {f"attention.{n}" for p in POSITIONS.values() for n in p.reads if n not in POSITIONS[cfg.positions].reads}
-    unread |= set() if "sliding" in layers else {"attention.window"}
-    unread |= set() if cfg.attention.qk_norm else {"attention.qk_norm_eps"}
-    unread |= {n for n, one in {"attention.scale": K**-0.5, "embedding_scale": 1.0}.items() if equal(before[n], one)}
-    return from_flat(settings | {n: fresh[n] for n in unread})
+    return from_flat(settings | {n: fresh[n] for n in idle})
 
 
 def from_flat(settings: dict[str, Any]) -> ModelConfig:
@@ -266,20 +264,20 @@ def write_config(name: str, cfg: ModelConfig) -> dict[str, Any]:
     """A config.json without what belongs to files and tokenizers. Of a model that fits the family; see `misfits`."""
     family = FAMILIES[name]
     out: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
-    settings = config_lib.flat(canonical(cfg))
+    settings = flat(canonical(cfg))
     for setting in family.settings:
         out |= setting.write(settings)
     return out
 
 
 # How a step is computed or begins, not what a model is.
-FREE = {name.removeprefix("model.") for name in run.FREE if name.startswith("model.")} | {"init"}
+FREE = {f.name for f in fields(ModelConfig) if f.setting.may_change} | {"init"}
 
 
 def misfits(name: str, cfg: ModelConfig) -> list[str]:
     """Why a family cannot express a model: the settings that it would read back otherwise."""
-    ours = config_lib.flat(canonical(cfg))
-    theirs = config_lib.flat(read_config(write_config(name, cfg)))
+    ours = flat(canonical(cfg))
+    theirs = flat(read_config(write_config(name, cfg)))
     found = [f"model.{n}={v}, not {theirs[n]}" for n, v in ours.items() if n not in FREE and not equal(v, theirs[n])]
     if FAMILIES[name].heads_divide_dim and cfg.dim % cfg.attention.num_heads:
         found.append(f"model.dim={cfg.dim}, not a multiple of model.attention.num_heads={cfg.attention.num_heads}")

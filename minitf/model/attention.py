@@ -8,40 +8,54 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from minitf.model.kernels import Mask, Scores, Times, mix
-from minitf.model.ops import linear, rms_norm, rotate
+from minitf.model.kernels import CHOICES, LANES, Mask, Scores, Times, mix
+from minitf.model.ops import check_rate, linear, rms_norm, rotate
 from minitf.params import Param
+from minitf.settings import setting
+
+BLOCK = "most {} at a time in splash (the next smaller size that divides a row); None: what fits a TPU's memory"
+BIAS = {"none": "none of them", "qkv": "queries, keys and values", "qkvo": "these and the output"}
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    kind: str = "full"  # of every layer, unless model.pattern names one for each place: see ATTENTION
-    num_heads: int = 4  # query heads
-    num_kv_heads: int | None = None  # key/value heads, each shared by consecutive query heads; None: num_heads
-    head_dim: int | None = None  # None: model.dim / num_heads
-    window: int = 256  # positions that a sliding layer sees, its own included
-    rope_base: float = 10_000.0  # of RoPE's wavelengths
-    # Of rope_llama3, which stretches the longer wavelengths: see ops.stretched.
-    rope_factor: float = 8.0  # by which they are stretched
-    rope_low_freq_factor: float = 1.0  # turns within rope_original_len below which a wavelength is stretched in full
-    rope_high_freq_factor: float = 4.0  # above which it is not
-    rope_original_len: int = 8192  # positions of the training before
-    scale: float | None = None  # of scores, before soft-cap and softmax; None: head_dim ** -0.5
-    bias: str = "none"  # "none", "qkv" or "qkvo": which projections add a bias
-    qk_norm: bool = False  # RMSNorm of queries and keys over the head, before RoPE
-    qk_norm_eps: float = 1e-6  # added to its mean square
-    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    dropout: float | None = None  # of the attention weights; None: model.dropout
-    implementation: str = "auto"  # "auto" or one of IMPLEMENTATIONS
-    # Of splash: at most so many queries and keys at a time, multiples of 128; the next smaller ones that divide a row are taken.
-    # None: 256 KiB of a head, but at most 1024, which fits every TPU's memory beside the scores.
-    block_q: int | None = None
-    block_kv: int | None = None
+    kind: str = setting("full", "what each layer's queries see, where model.pattern is None", one_of=lambda: ATTENTION)
+    num_heads: int = setting(4, "query heads", at_least=1)
+    num_kv_heads: int | None = setting(None, "key/value heads, shared by query heads; None: num_heads", at_least=1)
+    head_dim: int | None = setting(None, "size of a head; None: model.dim / num_heads", at_least=1)
+    window: int = setting(256, "positions that a query of a sliding layer sees, its own included", at_least=1)
+    rope_base: float = setting(10_000.0, "base of RoPE's wavelengths", above=0)
+    # Long wavelengths are stretched, see ops.stretched.
+    rope_factor: float = setting(8.0, "factor by which rope_llama3 stretches long wavelengths", above=0)
+    rope_low_freq_factor: float = setting(
+        1.0, "turns within rope_original_len below which a wavelength is stretched by rope_factor", above=0
+    )
+    rope_high_freq_factor: float = setting(4.0, "turns within rope_original_len above which none is", above=0)
+    rope_original_len: int = setting(8192, "context length before stretching", at_least=1)
+    scale: float | None = setting(
+        None, "factor of scores, before soft-cap and softmax; None: head_dim ** -0.5", above=0
+    )
+    bias: str = setting("none", "projections with a bias", one_of=lambda: BIAS)
+    qk_norm: bool = setting(False, "RMSNorm of queries and keys over each head, before RoPE")
+    qk_norm_eps: float = setting(1e-6, "added to the mean square in qk_norm", above=0)
+    softcap: float | None = setting(None, "scores become softcap * tanh(scores / softcap); None: unchanged", above=0)
+    dropout: float | None = setting(
+        None,
+        "dropout rate of attention weights; None: model.dropout",
+        at_least=0,
+        below=1,
+        check=check_rate,
+        may_change=True,
+    )
+    implementation: str = setting("auto", "the kernel that computes attention", one_of=lambda: CHOICES, may_change=True)
+    block_q: int | None = setting(None, BLOCK.format("queries"), at_least=LANES, multiple_of=LANES, may_change=True)
+    block_kv: int | None = setting(None, BLOCK.format("keys"), at_least=LANES, multiple_of=LANES, may_change=True)
 
 
-class Layer(NamedTuple):
-    """A kind: its declarations, how far back it sees, and the settings that it alone reads."""
+class AttentionKind(NamedTuple):
+    """A kind of attention: its declarations, how far back it sees, and the settings that it alone reads."""
 
+    meaning: str
     params: Callable  # (cfg, dim) -> declarations
     window: Callable[
         [AttentionConfig], int | None
@@ -123,7 +137,7 @@ Stacks = tuple[jax.Array, jax.Array] | tuple[()]  # of keys and values; () witho
 
 
 def attention(
-    params: Any, x_BSD: jax.Array, cfg: AttentionConfig, ctx: Context, kind: Layer
+    params: Any, x_BSD: jax.Array, cfg: AttentionConfig, ctx: Context, kind: AttentionKind
 ) -> tuple[jax.Array, Stacks]:
     """Causal multi-head attention with shared key/value heads, [B, S, D] -> [B, S, D]; and the cache's stacks with x's tokens."""
     q_BSHK, k_BSGK, v_BSGK = (linear(x_BSD, params[n], params.get(f"{n}_bias")) for n in "qkv")
@@ -147,6 +161,6 @@ def attention(
 
 
 ATTENTION = {
-    "full": Layer(qkvo_params, lambda cfg: None),
-    "sliding": Layer(qkvo_params, lambda cfg: cfg.window, reads=("window",)),
+    "full": AttentionKind("all positions before", qkvo_params, lambda cfg: None),
+    "sliding": AttentionKind("the last `window` positions", qkvo_params, lambda cfg: cfg.window, reads=("window",)),
 }

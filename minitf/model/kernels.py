@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from minitf.model.ops import dropout, softcap
 from minitf.sharding import BATCH, RULES, capability, per_device, row_shards
+from minitf.tables import Kind
 
 
 class Scores(NamedTuple):
@@ -230,6 +231,7 @@ def splash_shape(needs: Needs) -> str | None:
 class Kernel(NamedTuple):
     """An implementation of `mix`, where it runs and what it cannot do."""
 
+    meaning: str
     apply: Callable  # (q, k, v, mask, Scores, dropout keys, rate) -> [B, S, H, K] in v's dtype
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
@@ -243,10 +245,11 @@ class Kernel(NamedTuple):
 
 
 IMPLEMENTATIONS = {
-    "reference": Kernel(reference_mix, dropout=True),
-    "blocked": Kernel(blocked_mix, ("cpu",), cached=False),
-    "xla": Kernel(xla_mix, softcap=False),
+    "reference": Kernel("explicit scores; every option", reference_mix, dropout=True),
+    "blocked": Kernel("blocks of queries, on CPUs", blocked_mix, ("cpu",), cached=False),
+    "xla": Kernel("jax.nn.dot_product_attention", xla_mix, softcap=False),
     "cudnn": Kernel(
+        "cuDNN's fused attention, on NVIDIA GPUs",
         cudnn_mix,
         ("gpu",),
         ("bfloat16", "float16"),
@@ -256,6 +259,7 @@ IMPLEMENTATIONS = {
         shape=cudnn_shape,
     ),
     "splash": Kernel(
+        "JAX's Pallas kernel, on TPUs",
         splash_mix,
         ("tpu",),
         ("float32", "bfloat16"),
@@ -266,6 +270,7 @@ IMPLEMENTATIONS = {
     ),
 }
 AUTO = ("splash", "cudnn", "blocked", "xla", "reference")  # in order of preference
+CHOICES = {"auto": Kind(f"the first that can: {', '.join(AUTO)}", reads=("block_q", "block_kv")), **IMPLEMENTATIONS}
 
 
 def refusal(name: str, platform: str | None, needs: Needs) -> str | None:

@@ -14,17 +14,22 @@ import jax.numpy as jnp
 
 from minitf.model.ops import matmul, outer
 from minitf.model.transformer import ModelConfig, head_logits, head_name, head_weight
+from minitf.settings import setting
 from minitf.sharding import added, by_shard, travels
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    z_loss: float | None = None  # weight of the mean squared log-partition (PaLM, arXiv:2204.02311); None: not formed
-    # Positions whose logits exist at once; None: all. For each chunk the head's gradient, in float32, is read and written.
-    chunk: int | None = 256
-    # Parts in which the head's gradient is formed, each over all chunks: one at a time is in float32, which of the whole would be
-    # the largest array of a model with many ids. Each forms the logits anew.
-    passes: int = 1
+    z_loss: float | None = setting(
+        None,
+        "weight of the mean squared log-partition (arXiv:2204.02311); None: not computed",
+        above=0,
+        may_change=True,
+    )
+    # For each chunk the head's gradient, in float32, is read and written.
+    chunk: int | None = setting(256, "positions whose logits exist at once; None: all", at_least=1, may_change=True)
+    # One part at a time is in float32, which of the whole would be the largest array of a model with a large vocabulary.
+    passes: int = setting(1, "parts of the head's gradient; each recomputes the logits", at_least=1, may_change=True)
 
 
 class Parts(NamedTuple):

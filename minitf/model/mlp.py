@@ -11,21 +11,23 @@ from jax.ad_checkpoint import checkpoint_name
 
 from minitf.model.ops import linear
 from minitf.params import Param
+from minitf.settings import setting
 
 
 @dataclasses.dataclass(frozen=True)
 class MlpConfig:
-    kind: str = "gelu"  # see MLP
-    hidden: int | None = None  # width inside; None: 4 x model.dim
-    bias: bool = False
+    kind: str = setting("gelu", "activation, and whether a gate multiplies it", one_of=lambda: MLP)
+    hidden: int | None = setting(None, "width inside; None: 4 x model.dim", at_least=1)
+    bias: bool = setting(False, "whether its products add a bias")
 
 
 Aux = dict[str, jax.Array]  # float32 [B]: sums over each row for the loss, beside what goes on in x
 
 
-class Layer(NamedTuple):
-    """A kind: its declarations, its function, and the settings that it alone reads."""
+class MlpKind(NamedTuple):
+    """A kind of MLP: its declarations, its function, and the settings that it alone reads."""
 
+    meaning: str
     params: Callable  # (cfg, dim) -> declarations
     apply: Callable[[Any, jax.Array, MlpConfig], tuple[jax.Array, Aux]]  # (params, x, cfg)
     reads: tuple[str, ...] = ()
@@ -94,9 +96,9 @@ def gelu_erf(x: jax.Array) -> jax.Array:
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 
 MLP = {
-    "gelu": Layer(up_down_params, functools.partial(up_down, activation=gelu_tanh)),
-    "gelu_erf": Layer(up_down_params, functools.partial(up_down, activation=gelu_erf)),
-    "relu_squared": Layer(up_down_params, functools.partial(up_down, activation=relu_squared)),
-    "swiglu": Layer(gated_params, functools.partial(gated, activation=jax.nn.silu)),
-    "geglu": Layer(gated_params, functools.partial(gated, activation=gelu_tanh)),
+    "gelu": MlpKind("GELU by tanh (GPT-2)", up_down_params, functools.partial(up_down, activation=gelu_tanh)),
+    "gelu_erf": MlpKind("GELU by erf", up_down_params, functools.partial(up_down, activation=gelu_erf)),
+    "relu_squared": MlpKind("max(x, 0)^2", up_down_params, functools.partial(up_down, activation=relu_squared)),
+    "swiglu": MlpKind("SiLU with a gate (Llama)", gated_params, functools.partial(gated, activation=jax.nn.silu)),
+    "geglu": MlpKind("GELU by tanh with a gate (Gemma)", gated_params, functools.partial(gated, activation=gelu_tanh)),
 }

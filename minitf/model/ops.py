@@ -113,6 +113,12 @@ def rotate(x_BSHK: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
 
 
+def check_rate(name: str, rate: float) -> None:
+    """Raises ValueError for a dropout rate that float32 cannot tell from 0: a mask keeps a number with probability 1 - rate."""
+    if 0 < rate <= 2.0**-25:
+        raise ValueError(f"{name}={rate}: must be 0, or above 2.98e-8, as 1 less it is 1 in float32")
+
+
 def dropout(keys_B: jax.Array, x: jax.Array, rate: float) -> jax.Array:
     """Zeroes elements of x [B, ...] with probability `rate` and scales the rest; one key a row, so that a row's mask
     depends on neither its place in a batch nor the mesh."""

@@ -9,32 +9,68 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from minitf.model.attention import ATTENTION, AttentionConfig, Context, Layer, LayerCache, Stacks, attention, sizes
+from minitf.model.attention import (
+    ATTENTION,
+    AttentionConfig,
+    AttentionKind,
+    Context,
+    LayerCache,
+    Stacks,
+    attention,
+    sizes,
+)
 from minitf.model.mlp import MLP, Aux, MlpConfig
-from minitf.model.ops import dropout, layer_norm, matmul, rms_norm, rope_frequencies, rope_table, softcap, stretched
-from minitf.params import Param, named, stacked, with_inits, zeros
+from minitf.model.ops import (
+    check_rate,
+    dropout,
+    layer_norm,
+    matmul,
+    rms_norm,
+    rope_frequencies,
+    rope_table,
+    softcap,
+    stretched,
+)
+from minitf.params import SCHEMES, Param, named, stacked, with_inits, zeros
+from minitf.settings import setting
 from minitf.sharding import gather, lookup, pin, pin_cache
+
+DTYPES = {
+    "float32": "as the master weights",
+    "bfloat16": "half the bytes, float32's range",
+    "float16": "half the bytes",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    num_layers: int = 4
-    dim: int = 256  # model width
-    vocab_size: int | None = None  # rows of the embedding; None: the tokenizer's size
-    max_seq_len: int | None = None  # positions that the model can tell apart; None: seq_len
-    dtype: str = "float32"  # of products and activations: "float32", "bfloat16" or "float16"; masters stay float32
-    positions: str = "rope"  # see POSITIONS
-    norm: str = "rms_norm"  # see NORMS
-    norm_eps: float = 1e-6  # added to the variance
-    post_norms: bool = False  # norms also of what a block's attention and MLP give, before it is added
-    embedding_scale: float | None = None  # factor of token embeddings on their way in (not in a tied head); None: 1
-    tie_embeddings: bool = False  # the head is the embedding, transposed
-    logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
-    dropout: float = 0.0  # rate after the embedding, in attention weights, before each residual addition
-    init: str = "fixed"  # see params.SCHEMES
-    pattern: tuple[str, ...] | None = None  # attention kinds of one period of layers; None: attention.kind everywhere
-    remat: str = "none"  # what the backward pass recomputes: see REMAT
-    unroll: int = 1  # periods of layers in one iteration of the scan
+    num_layers: int = setting(4, "blocks", at_least=1)
+    dim: int = setting(256, "width of the residual stream", at_least=1)
+    vocab_size: int | None = setting(None, "rows of the embedding; None: the tokenizer's size", at_least=1)
+    max_seq_len: int | None = setting(None, "positions that the model can tell apart; None: seq_len", at_least=1)
+    dtype: str = setting("float32", "dtype of products and activations", one_of=lambda: DTYPES, may_change=True)
+    positions: str = setting("rope", "how positions are encoded", one_of=lambda: POSITIONS, reads_in="attention")
+    norm: str = setting("rms_norm", "normalisation of the residual stream", one_of=lambda: NORMS)
+    norm_eps: float = setting(1e-6, "added to the variance or mean square", above=0)
+    post_norms: bool = setting(False, "also normalise what attention and MLP return, before it is added")
+    embedding_scale: float | None = setting(
+        None, "factor of token embeddings on their way in (not in a tied head); None: 1", above=0
+    )
+    tie_embeddings: bool = setting(False, "the head is the embedding, transposed")
+    logit_softcap: float | None = setting(
+        None, "logits become logit_softcap * tanh(logits / logit_softcap); None: unchanged", above=0
+    )
+    dropout: float = setting(
+        0.0, "dropout rate after embedding, attention and MLP", at_least=0, below=1, check=check_rate, may_change=True
+    )
+    init: str = setting("fixed", "standard deviation of initial weights", one_of=lambda: SCHEMES)
+    pattern: tuple[str, ...] | None = setting(
+        None,
+        "attention kinds of one period of layers; None: attention.kind in every layer",
+        **dict(one_of=lambda: ATTENTION, reads_in="attention", in_place_of="attention.kind", nonempty=True),
+    )
+    remat: str = setting("products", "what the backward pass recomputes", one_of=lambda: REMAT, may_change=True)
+    unroll: int = setting(1, "periods of layers in one iteration of the scan", at_least=1, may_change=True)
     attention: AttentionConfig = AttentionConfig()
     mlp: MlpConfig = MlpConfig()
 
@@ -43,8 +79,10 @@ class ModelConfig:
 
 
 class Norm(NamedTuple):
+    meaning: str
     params: Callable  # (dim) -> declarations
     apply: Callable  # (params, x, eps) -> x
+    reads: tuple[str, ...] = ()  # settings of ModelConfig that it alone reads
 
 
 def scale_params(dim: int) -> dict[str, Param]:
@@ -60,10 +98,18 @@ def offset_params(dim: int) -> dict[str, Param]:
 
 
 NORMS = {
-    "rms_norm": Norm(scale_params, lambda p, x, eps: rms_norm(p["scale"], x, eps)),
-    "rms_norm_offset": Norm(offset_params, lambda p, x, eps: rms_norm(1 + p["scale"], x, eps)),  # Gemma's: less 1
-    "layer_norm": Norm(scale_bias_params, lambda p, x, eps: layer_norm(p["scale"], p["bias"], x, eps)),
-    "layer_norm_no_bias": Norm(scale_params, lambda p, x, eps: layer_norm(p["scale"], None, x, eps)),
+    "rms_norm": Norm("RMSNorm", scale_params, lambda p, x, eps: rms_norm(p["scale"], x, eps)),
+    "rms_norm_offset": Norm(
+        "RMSNorm whose scale is stored less 1 (Gemma)",
+        offset_params,
+        lambda p, x, eps: rms_norm(1 + p["scale"], x, eps),
+    ),
+    "layer_norm": Norm(
+        "LayerNorm with scale and bias", scale_bias_params, lambda p, x, eps: layer_norm(p["scale"], p["bias"], x, eps)
+    ),
+    "layer_norm_no_bias": Norm(
+        "LayerNorm with scale alone", scale_params, lambda p, x, eps: layer_norm(p["scale"], None, x, eps)
+    ),
 }
 
 
@@ -88,6 +134,7 @@ def llama3_frequencies(cfg: AttentionConfig, head_dim: int) -> jax.Array:
 
 
 class Positions(NamedTuple):
+    meaning: str
     params: Callable  # (cfg) -> declarations beside the token embedding
     # (cfg.attention, head size) -> radians a position by which queries and keys turn, [K/2]; None: they do not
     frequencies: Callable[[AttentionConfig, int], jax.Array] | None = None
@@ -96,10 +143,12 @@ class Positions(NamedTuple):
 
 STRETCHED = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len")
 POSITIONS = {
-    "learned": Positions(position_params),
-    "rope": Positions(no_params, plain_frequencies, reads=("rope_base",)),
-    "rope_llama3": Positions(no_params, llama3_frequencies, reads=("rope_base", *STRETCHED)),
-    "none": Positions(no_params),
+    "learned": Positions("a table added to the embedding", position_params),
+    "rope": Positions("RoPE (arXiv:2104.09864)", no_params, plain_frequencies, reads=("rope_base",)),
+    "rope_llama3": Positions(
+        "RoPE with stretched wavelengths (Llama 3.1)", no_params, llama3_frequencies, reads=("rope_base", *STRETCHED)
+    ),
+    "none": Positions("not at all", no_params),
 }
 
 
@@ -107,26 +156,48 @@ POSITIONS = {
 
 policies = jax.checkpoint_policies
 kept = policies.save_only_these_names
-REMAT: dict[str, Callable] = {  # names are those of `checkpoint_name`; a block's input is kept by all
-    # No product with a weight is done again, only what is between them: to keep that too takes longer than to form it twice.
-    "none": kept("q", "k", "v", "context", "o", "attention_out", "gate", "up", "down", "dropout"),
-    "full": policies.nothing_saveable,  # nothing else
-    "dots": policies.dots_with_no_batch_dims_saveable,  # the results of products with weights
-    "context": kept("context"),  # what attention mixes, so that it is not done again
-    "qkv_context": kept("q", "k", "v", "context"),  # and what it mixes from
-    "minimal": kept("q", "k", "v", "context", "gate", "up"),  # and the MLP's products: little is left to do again
-    "offload": policies.save_and_offload_only_these_names(  # as qkv_context, but in the host's memory, the input too
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["layer_in", "q", "k", "v", "context"],
-        offload_src="device",
-        offload_dst="pinned_host",
+
+
+class Remat(NamedTuple):
+    meaning: str
+    policy: Callable | None = (
+        None  # which values of a block are saved, by their `checkpoint_name`; None: as JAX does by itself
+    )
+
+
+REMAT = {  # a block's input is saved by all
+    "none": Remat("nothing"),
+    # What lies between products is cheaper to compute twice than to write and read.
+    "products": Remat(
+        "all but the products with weights and attention's result",
+        kept("q", "k", "v", "context", "o", "attention_out", "gate", "up", "down", "dropout"),
+    ),
+    "full": Remat("all", policies.nothing_saveable),
+    "dots": Remat("all but the products with weights", policies.dots_with_no_batch_dims_saveable),
+    "context": Remat("all but attention's result", kept("context")),
+    "qkv_context": Remat("all but attention's operands and result", kept("q", "k", "v", "context")),
+    "minimal": Remat(
+        "all but attention's operands and result and the MLP's first products",
+        kept("q", "k", "v", "context", "gate", "up"),
+    ),
+    "offload": Remat(
+        "as qkv_context, but what is saved, a block's input too, lies in host memory",
+        policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["layer_in", "q", "k", "v", "context"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
     ),
 }
 
 
 def rematerialised(f: Callable, remat: str) -> Callable:
+    """f, whose backward pass recomputes what the policy does not save."""
+    if (policy := REMAT[remat].policy) is None:
+        return f
     # Inside a scan nothing can be merged across iterations, so the guard against that only costs.
-    return jax.checkpoint(f, policy=REMAT[remat], prevent_cse=False)
+    return jax.checkpoint(f, policy=policy, prevent_cse=False)
 
 
 # ---- declarations
@@ -212,7 +283,9 @@ def drop(x: jax.Array, keys_B: jax.Array | None, site: int, rate: float) -> jax.
     return x if keys_B is None or not rate else dropout(fold(keys_B, site), x, rate)
 
 
-def block(params: Any, x: jax.Array, cfg: ModelConfig, kind: Layer, ctx: Context) -> tuple[jax.Array, Stacks, Aux]:
+def block(
+    params: Any, x: jax.Array, cfg: ModelConfig, kind: AttentionKind, ctx: Context
+) -> tuple[jax.Array, Stacks, Aux]:
     """x + attention(norm(x)), then x + mlp(norm(x)), [B, S, D] -> [B, S, D]; the cache's stacks; and auxiliary sums. With
     post_norms each addition is normed."""
 
