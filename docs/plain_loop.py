@@ -1,26 +1,26 @@
 """The tutorial's task, trained with the core alone: no files, no services. python docs/plain_loop.py
 
-Declares the parameters, derives update and state from them, compiles the step, feeds it batches. The losses are those of
-`minitf.train` with configs/tutorial.py."""
+The losses are those of `minitf.train` with configs/tutorial.py, to the last bit."""
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from minitf.model.attention import AttentionConfig
+from minitf.model.choose import with_best_kernel
 from minitf.model.loss import LossConfig
 from minitf.model.mlp import MlpConfig
 from minitf.model.transformer import ModelConfig, model_params
-from minitf.optimizer import OptimizerConfig, make_optimizer, make_schedule
-from minitf.sharding import MeshConfig, make_mesh, surroundings
-from minitf.state import init_state
-from minitf.step import train_step
+from minitf.sharding.devices import make_mesh
+from minitf.sharding.mesh import MeshConfig, surroundings
+from minitf.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+from minitf.training.state import init_state
+from minitf.training.step import train_step
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     model: ModelConfig
     loss: LossConfig = LossConfig()
     mesh: MeshConfig = MeshConfig(1, 1, 1)
@@ -29,16 +29,16 @@ class Task:
 
 
 def train(steps: int = 1000):
-    """The loss of each step."""
     sizes = dict(vocab_size=32, max_seq_len=16, dim=64, num_layers=2, positions="learned")
-    attention = AttentionConfig(num_heads=4)
-    task = Task(ModelConfig(**sizes, attention=attention, mlp=MlpConfig(kind="gelu")))
+    model = ModelConfig(**sizes, attention=AttentionConfig(num_heads=4), mlp=MlpConfig(kind="gelu"))
+    mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
+    task = Task(with_best_kernel(model, mesh, length=16))
     update = OptimizerConfig("sgd", learning_rate=1e-3, schedule="constant", weight_decay=0.0, clip_norm=None)
     specs, schedule = model_params(task.model), make_schedule(update, steps)
     tx = make_optimizer(update, specs, schedule)
     inputs = np.arange(2 * 16, dtype=np.int32).reshape(2, 16)  # the next token is this one plus one
     batch = {"inputs": inputs, "targets": (inputs + 1) % 32, "weights": np.ones((2, 16), np.float32)}
-    with surroundings(make_mesh(task.mesh, jax.devices()[:1]), task.model.dtype):
+    with surroundings(mesh, task.model.dtype):
         state = jax.jit(functools.partial(init_state, specs=specs, tx=tx))(jax.random.key(task.seed))
         step = jax.jit(functools.partial(train_step, cfg=task, tx=tx, schedule=schedule), donate_argnums=0)
         for _ in range(steps):

@@ -7,7 +7,7 @@ import sys
 import typing
 from typing import Any, NoReturn
 
-from minitf import settings
+from minitf import checks, settings
 from minitf.config import Config, freeze, known_steps, load_file, type_name, validate
 from minitf.settings import Field, hints, split_optional
 from minitf.tables import did_you_mean
@@ -156,13 +156,13 @@ def require(name: str, value: Any, ok: bool, constraint: str) -> None:
 
 
 def limits(field: Field) -> str:
-    return settings.constraint(settings.with_type_limits(field.setting, field.kind))
+    return checks.constraint(checks.with_type_limits(field.setting, field.kind))
 
 
 def readers(name: str) -> list[str]:
     """The kinds that read a setting, as SETTING=KIND; [] where all do."""
     found = []
-    for choice in settings.choices(Config):
+    for choice in checks.choices(Config):
         for kind, entry in choice.table.items():
             if name in [choice.full(n) for n in getattr(entry, "reads", ())]:
                 found += [f"{setting}={kind}" for setting in choice.settings]
@@ -190,7 +190,7 @@ def help_settings(name: str | None) -> str:
             lines.append(f"    limits: {bounds}")
         if kinds := readers(f.name):
             lines.append(f"    read by: {', '.join(kinds)}")
-        lines += [f"    {kind}: {meaning}" for kind, meaning in settings.kinds(f.setting).items()]
+        lines += [f"    {kind}: {meaning}" for kind, meaning in checks.kinds(f.setting).items()]
         if not f.setting.may_change:
             lines.append("    stays as it is when a run resumes")
     return "\n".join(lines)

@@ -14,19 +14,21 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
-from minitf import settings
-from minitf.checkpoint import CheckpointConfig
+from minitf import checks, settings
+from minitf.checks import INT32
 from minitf.data.datasets import DataConfig
-from minitf.distributed import DistributedConfig, WatchdogConfig
 from minitf.model.attention import sizes
 from minitf.model.loss import LossConfig
 from minitf.model.transformer import POSITIONS, ModelConfig
-from minitf.optimizer import SCHEDULES, OptimizerConfig
 from minitf.paths import given
-from minitf.sampling import SampleConfig
-from minitf.settings import INT32, LONGEST, hints, setting, split_optional
-from minitf.sharding import MeshConfig
+from minitf.runtime.checkpoint import CheckpointConfig
+from minitf.runtime.processes import DistributedConfig
+from minitf.runtime.watch import WatchdogConfig
+from minitf.settings import LONGEST, hints, setting, split_optional
+from minitf.sharding.mesh import MeshConfig
 from minitf.tables import did_you_mean
+from minitf.text import SampleConfig
+from minitf.training.optimizer import SCHEDULES, OptimizerConfig
 
 
 def seconds(name: str, text: str) -> float:
@@ -212,7 +214,9 @@ def load_file(path: str) -> ml_collections.ConfigDict:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
         if isinstance(e, SyntaxError) and e.filename == file and e.lineno:
             lines.append(e.lineno)
-        raise ValueError(f"{file}{f', line {lines[-1]}' if lines else ''}: {type(e).__name__}: {said(e)}") from None
+        raise ValueError(
+            f"{file}{f', line {lines[-1]}' if lines else ''}: {type(e).__name__}: {message_of(e)}"
+        ) from None
     if not isinstance(cfg, ml_collections.ConfigDict):
         raise ValueError(
             f"{file}: get_config() returned {type(cfg).__name__}, not a ConfigDict made by minitf.config.default()"
@@ -220,7 +224,7 @@ def load_file(path: str) -> ml_collections.ConfigDict:
     return cfg
 
 
-def said(e: Exception) -> str:
+def message_of(e: Exception) -> str:
     """An exception's message; of ml_collections' long ones, which quote the whole config, the first sentence and the near name."""
     while e.args and isinstance(e.args[0], Exception):  # its AttributeError wraps a KeyError
         e = e.args[0]
@@ -232,11 +236,11 @@ def said(e: Exception) -> str:
 
 # ---- stored: in config.json, checkpoints and TensorBoard
 
-VERSION = 2  # of the stored form. 1 has no number; its model.remat "none" is today's "products".
+STORED_VERSION = 2  # of the stored form. 1 has no number; its model.remat "none" is today's "products".
 
 
 def stored(cfg: Config) -> dict[str, Any]:
-    return {"version": VERSION, **dataclasses.asdict(cfg)}
+    return {"version": STORED_VERSION, **dataclasses.asdict(cfg)}
 
 
 def to_json(cfg: Config) -> str:
@@ -250,8 +254,8 @@ def from_stored(tree: dict[str, Any]) -> tuple[Config, list[str]]:
         raise ValueError(f"is {type(tree).__name__}, no config")
     tree = dict(tree)
     version = tree.pop("version", 1)
-    if version not in range(1, VERSION + 1):
-        raise ValueError(f"version={version!r}: is unknown; this minitf reads 1 to {VERSION}")
+    if version not in range(1, STORED_VERSION + 1):
+        raise ValueError(f"version={version!r}: is unknown; this minitf reads 1 to {STORED_VERSION}")
     if version == 1 and isinstance(model := tree.get("model"), dict) and model.get("remat") == "none":
         tree["model"] = model | {"remat": "products"}
     cfg = freeze(tree)
@@ -276,7 +280,7 @@ def missing(tree: dict, cls: type, prefix: str = "") -> list[str]:
 def validate(cfg: Config) -> None:
     """Raises ValueError for the first setting that cannot work, before JAX starts."""
     check_lengths(cfg)
-    settings.check(cfg)
+    checks.check(cfg)
     m, a, o, mesh = cfg.model, cfg.model.attention, cfg.optimizer, cfg.mesh
     if cfg.batch_size % cfg.accumulation:
         raise ValueError(f"batch_size={cfg.batch_size}: not divisible by accumulation={cfg.accumulation}")
@@ -332,7 +336,7 @@ def check_narrow(cfg: Config) -> None:
     used = {"model.embedding_scale": cfg.model.dtype, **{f"optimizer.{n}": o.moment_dtype for n in first}}
     for field in settings.fields(Config):
         if field.name in used:
-            settings.check_value(field.name, settings.flat(cfg)[field.name], field, used[field.name])
+            checks.check_value(field.name, settings.flat(cfg)[field.name], field, used[field.name])
 
 
 # ---- the length of the run

@@ -17,19 +17,25 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from minitf import command_line, run, sharding
+from minitf import command_line, harness
 from minitf.config import Config
 from minitf.data import datasets, pipeline
+from minitf.data import texts as texts_lib
 from minitf.data.frame import Frame
 from minitf.data.packing import PackedRows, best_fit, cut
 from minitf.data.store import MANIFEST, SPLITS, Joined, Replaced, Store
-from minitf.data.tokenizer import FILE, Tokenizer, lost_note
-from minitf.distributed import leave_absent_tpu
-from minitf.model.transformer import with_any_kernel
+from minitf.data.texts import characters, tokenized
+from minitf.data.tokenizer import Tokenizer
+from minitf.data.tokenizer_files import TOKENIZER_FILE, lost_note
+from minitf.model.choose import with_best_kernel
 from minitf.paths import given
-from minitf.sharding import MeshConfig
-from minitf.step import eval_step, scores, totals
-from minitf.terminal import lasting_output
+from minitf.runtime.processes import leave_absent_tpu
+from minitf.runtime.terminal import lasting_output
+from minitf.sharding.devices import make_mesh
+from minitf.sharding.mesh import MeshConfig, batch_sharding, batch_shards, replicated, surroundings
+from minitf.training.evaluation import scores, totals
+from minitf.training.step import eval_step
+from minitf.workdir import Model, frame_of, load_model, resolve, tokenizer_of
 
 # ---- what is scored
 
@@ -102,9 +108,9 @@ def chosen(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | Non
                 raise ValueError(f"--data {path}: was made with another tokenizer than the run's")
             yield documents_of(path, getattr(corpus, split), corpus.frame, frame, lengths, rows)
         else:
-            texts, _ = datasets.read_text(path, "--data")
-            store = datasets.tokenized(path, texts, tokenizer, frame, rows)
-            note = lost_note(tokenizer, datasets.characters(tokenizer, texts), path)
+            texts, _ = texts_lib.read_text(path, "--data")
+            store = tokenized(path, texts, tokenizer, frame, rows)
+            note = lost_note(tokenizer, characters(tokenizer, texts), path)
             if note is not None:
                 print(note, file=sys.stderr)
             yield documents_of(path, store, frame, frame, lengths, rows)
@@ -113,22 +119,22 @@ def chosen(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | Non
 # ---- scoring
 
 
-def sums_of(
-    model: run.Model, data: Scored, mesh: jax.sharding.Mesh, *, context: int, row_length: int, batch_size: int
+def dataset_sums(
+    model: Model, data: Scored, mesh: jax.sharding.Mesh, *, context: int, row_length: int, batch_size: int
 ) -> dict[str, np.ndarray]:
     """`step.totals` of a dataset. A row of row_length positions holds as many pieces of at most `context` tokens as fit."""
     plan = best_fit(cut(data.spans[data.spans[:, 1] > 0], context), row_length)
-    rows = pipeline.spread(PackedRows(data.store, plan, row_length, segments=True), batch_size, None)
-    # Documents share rows here, which the kernel of the training may not know.
-    cfg = dataclasses.replace(model.cfg, model=with_any_kernel(model.cfg.model))
-    step = jax.jit(functools.partial(eval_step, byte_lengths=None, cfg=cfg), out_shardings=sharding.replicated(mesh))
-    batches = pipeline.batches(rows, batch_size, sharding.batch_sharding(mesh), model.cfg.data)
-    with sharding.surroundings(mesh, model.cfg.model.dtype):
+    rows = pipeline.spread_rows(PackedRows(data.store, plan, row_length, segments=True), batch_size, None)
+    asked = dict(rows=batch_size, segments=True)  # documents share rows
+    cfg = dataclasses.replace(model.cfg, model=with_best_kernel(model.cfg.model, mesh, row_length, **asked))
+    step = jax.jit(functools.partial(eval_step, byte_lengths=None, cfg=cfg), out_shardings=replicated(mesh))
+    batches = pipeline.batches(rows, batch_size, batch_sharding(mesh), model.cfg.data)
+    with surroundings(mesh, model.cfg.model.dtype):
         return totals(step, model.params, batches)
 
 
 def score(
-    model: run.Model,
+    model: Model,
     data: Scored,
     mesh: jax.sharding.Mesh,
     *,
@@ -139,7 +145,7 @@ def score(
     """`step.scores` of a dataset, and what was counted. Neither row_length (None: context) nor batch_size changes them, the
     standard error aside, which is over rows."""
     row_length = context if row_length is None else row_length
-    sums = sums_of(model, data, mesh, context=context, row_length=row_length, batch_size=batch_size)
+    sums = dataset_sums(model, data, mesh, context=context, row_length=row_length, batch_size=batch_size)
     counted = {"documents": len(data.spans), "tokens": int(sums["tokens"].sum())}
     return counted | ({"bytes": data.text_bytes} if data.text_bytes else {}) | scores(sums, data.text_bytes)
 
@@ -195,13 +201,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     leave_absent_tpu()
     try:
-        workdir, mesh = run.resolve(args.workdir), sharding.make_mesh(MeshConfig())
-        model = run.load_model(workdir, args.step, mesh)
+        workdir, mesh = resolve(args.workdir), make_mesh(MeshConfig())
+        model = load_model(workdir, args.step, mesh)
         if args.tasks:
-            from minitf import harness
-
-            results = harness.run_tasks(args.tasks, model, run.tokenizer_of(workdir), mesh)
-            print(json.dumps(results) if args.json else harness.table(results))
+            results = harness.run_tasks(args.tasks, model, tokenizer_of(workdir), mesh)
+            print(json.dumps(results) if args.json else harness.results_table(results))
             return 0
         for name in ("context", "row_length", "batch_size"):
             command_line.require(
@@ -212,14 +216,14 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--context {context}: longer than model.max_seq_len={model.cfg.model.max_seq_len}")
         if args.row_length is not None and args.row_length < context:
             raise ValueError(f"--row_length {args.row_length}: shorter than the context of {context}")
-        shards = sharding.batch_shards(mesh)
+        shards = batch_shards(mesh)
         batch_size = args.batch_size or -(-model.cfg.batch_size // shards) * shards
         if batch_size % shards:
             raise ValueError(f"--batch_size {batch_size}: not divisible by the {shards} devices")
-        tokenizer = run.tokenizer_of(workdir) if (workdir / FILE).exists() else None
+        tokenizer = tokenizer_of(workdir) if (workdir / TOKENIZER_FILE).exists() else None
         results = {
             data.name: score(model, data, mesh, context=context, row_length=args.row_length, batch_size=batch_size)
-            for data in chosen(args.data, args.split, model.cfg, tokenizer, run.frame_of(model, tokenizer))
+            for data in chosen(args.data, args.split, model.cfg, tokenizer, frame_of(model, tokenizer))
         }
     except ValueError as e:
         command_line.fail(str(e))

@@ -16,14 +16,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from minitf import command_line, run, settings, sharding
+from minitf import checks, command_line, settings
 from minitf.data import chat
 from minitf.data.frame import Frame
-from minitf.data.tokenizer import Tokenizer, lost_note
-from minitf.distributed import leave_absent_tpu
+from minitf.data.tokenizer import Tokenizer
+from minitf.data.tokenizer_files import lost_note
 from minitf.paths import given
-from minitf.sampling import TEMPERATURE, Completion, Sampler, Sampling, complete, prepared, prompt_ids
-from minitf.sharding import MeshConfig, mesh_settings
+from minitf.runtime.processes import leave_absent_tpu
+from minitf.sampling import TEMPERATURE, Sampler, Sampling, prepared
+from minitf.sharding.devices import make_mesh
+from minitf.sharding.mesh import MeshConfig, mesh_settings
+from minitf.text import Completion, complete, prompt_ids
+from minitf.workdir import Model, frame_of, load_model, resolve, tokenizer_of, use_compilation_cache
 
 NEW_TOKENS = 256  # at most, where --max_new_tokens does not say
 
@@ -42,7 +46,7 @@ class Writer(NamedTuple):
         """Of the beginning of a text, or of messages up to where the answer begins."""
         if isinstance(prompt, str):
             return prompt_ids(self.tokenizer, self.frame, prompt, specials=specials)
-        ids = chat.prompt_ids(self.tokenizer, self.frame.template, self.frame.start, prompt)
+        ids = chat.chat_prompt_ids(self.tokenizer, self.frame.template, self.frame.start, prompt)
         return np.array(ids, np.int32)
 
     def new_tokens(self, prompts: list[np.ndarray], most: int | None) -> list[int]:
@@ -65,8 +69,8 @@ class Writer(NamedTuple):
             print(note, file=sys.stderr)
 
 
-def writer_of(model: run.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Writer:
-    frame = run.frame_of(model, tokenizer)
+def writer_of(model: Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Writer:
+    frame = frame_of(model, tokenizer)
     params, cfg = prepared(model.params, model.cfg.model, mesh)
     return Writer(Sampler.of(cfg, mesh, tokenizer, frame), params, tokenizer, frame)
 
@@ -315,7 +319,7 @@ def checked(args: argparse.Namespace) -> Sampling:
     if "" in args.stop:
         raise ValueError("--stop: an empty text stands everywhere")
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
-    settings.check(sampling, "--")
+    checks.check(sampling, "--")
     return sampling
 
 
@@ -330,11 +334,11 @@ def main(argv: list[str] | None = None) -> int:
         begin = [] if args.system is None else [{"role": "system", "content": args.system}]
         if args.chat and prompts is not None:
             prompts = [begin + ([{"role": "user", "content": p}] if isinstance(p, str) else p) for p in prompts]
-        workdir = run.resolve(args.workdir)
-        mesh = sharding.make_mesh(MeshConfig(**{axis: getattr(args, f"mesh.{axis}") for axis in mesh_settings()}))
-        run.use_compilation_cache(None, workdir)
+        workdir = resolve(args.workdir)
+        mesh = make_mesh(MeshConfig(**{axis: getattr(args, f"mesh.{axis}") for axis in mesh_settings()}))
+        use_compilation_cache(None, workdir)
         # The model's own arrays are let go at once: the writer has others.
-        writer = writer_of(run.load_model(workdir, args.step, mesh), run.tokenizer_of(workdir), mesh)
+        writer = writer_of(load_model(workdir, args.step, mesh), tokenizer_of(workdir), mesh)
         how = dict(sampling=sampling, seed=args.seed, stops=args.stop, chunk=args.chunk)
         several = prompts is not None and (len(prompts) > 1 or args.num_samples > 1)
         if several or args.json:

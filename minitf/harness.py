@@ -16,14 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minitf import run, sharding
+from minitf import workdir as workdir_lib
 from minitf.config import freeze
 from minitf.data.store import check_rows
 from minitf.data.tokenizer import Tokenizer
+from minitf.model.choose import with_best_kernel
 from minitf.model.transformer import model as forward
-from minitf.model.transformer import with_any_kernel
 from minitf.paths import given
-from minitf.sampling import Sampler, Sampling, bucket, complete
+from minitf.sampling import Sampler, Sampling, bucket
+from minitf.sharding.mesh import batch_sharding, batch_shards, replicated, surroundings
+from minitf.text import complete
+from minitf.workdir import frame_of
 
 try:
     import lm_eval
@@ -38,21 +41,21 @@ except ImportError as e:
 
 log = logging.getLogger("minitf")
 
-NEW_TOKENS = 256  # where a task does not say: the harness's own number
+TASK_NEW_TOKENS = 256  # where a task does not say: the harness's own number
 
 
-class Model(TemplateLM):
+class HarnessModel(TemplateLM):
     """What lm-evaluation-harness asks of a model."""
 
-    def __init__(self, model: run.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, batch_size: int = 8):
+    def __init__(self, model: workdir_lib.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, batch_size: int = 8):
         super().__init__()
         self._model, self._tokenizer, self._mesh = model, tokenizer, mesh
-        self._frame = run.frame_of(model, tokenizer)
+        self._frame = frame_of(model, tokenizer)
         # Rows are padded, which the kernel of the training may not know.
-        self._cfg, self._longest = with_any_kernel(model.cfg.model), model.cfg.model.max_seq_len
-        shards = sharding.batch_shards(mesh)
+        self._cfg, self._longest = model.cfg.model, model.cfg.model.max_seq_len
+        shards = batch_shards(mesh)
         self._batch_size = -(-batch_size // shards) * shards
-        everywhere = sharding.replicated(mesh)
+        everywhere = replicated(mesh)
         self._score = jax.jit(self._score_rows, out_shardings=everywhere)
         self._sampler = Sampler.of(self._cfg, mesh, tokenizer, self._frame)
         self._said: set[str] = set()
@@ -86,7 +89,9 @@ class Model(TemplateLM):
 
     def _score_rows(self, params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(log-likelihood of the targets that count, whether each is the likeliest), [B]."""
-        logits, targets = forward(params, batch["inputs"], self._cfg), batch["targets"]
+        inputs, targets = batch["inputs"], batch["targets"]
+        cfg = with_best_kernel(self._cfg, self._mesh, inputs.shape[1], rows=len(inputs))
+        logits = forward(params, inputs, cfg)
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
         counts = batch["counts"]
         return jnp.sum(jnp.where(counts, logp, 0), axis=1), jnp.all((logits.argmax(-1) == targets) | ~counts, axis=1)
@@ -100,8 +105,8 @@ class Model(TemplateLM):
             for r, row in enumerate(rows):
                 place = (r, slice(len(row[name]))) if of_positions else r
                 batch[name][place] = row[name]
-        layout = sharding.batch_sharding(self._mesh)
-        with sharding.surroundings(self._mesh, self._cfg.dtype):
+        layout = batch_sharding(self._mesh)
+        with surroundings(self._mesh, self._cfg.dtype):
             found = function(self._model.params, {k: jax.device_put(v, layout) for k, v in batch.items()})
         return [np.asarray(a)[: len(rows)] for a in jax.tree.leaves(found)]
 
@@ -162,7 +167,7 @@ class Model(TemplateLM):
 
     def _texts(self, contexts: list[list[int]], settings: dict[str, Any], numbers: list[int]) -> list[str]:
         """`numbers`: of the contexts, which their draws depend on."""
-        kwargs = dict(normalize_gen_kwargs(settings, NEW_TOKENS))
+        kwargs = dict(normalize_gen_kwargs(settings, TASK_NEW_TOKENS))
         until, most, total = kwargs.pop("until"), kwargs.pop("max_gen_toks"), kwargs.pop("max_length", None)
         sampling = sampling_of(kwargs, self._say_once)
         if max(map(len, contexts)) >= self._longest:
@@ -260,7 +265,7 @@ def task_name(file: Path) -> str | None:
 
 
 def run_tasks(
-    arguments: list[str], model: run.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
+    arguments: list[str], model: workdir_lib.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
 ) -> dict[str, dict[str, Any]]:
     """The metrics of each task, as lm-evaluation-harness names them."""
     names, directories = task_files(arguments)
@@ -269,8 +274,8 @@ def run_tasks(
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise ValueError(f"--tasks {', '.join(unknown)}: neither a file nor a task of lm-evaluation-harness")
-    found = lm_eval.simple_evaluate(Model(model, tokenizer, mesh), tasks=names, task_manager=manager)
+    found = lm_eval.simple_evaluate(HarnessModel(model, tokenizer, mesh), tasks=names, task_manager=manager)
     return {"results": found["results"], **{k: found[k] for k in ("versions", "n-shot", "higher_is_better")}}
 
 
-table = make_table
+results_table = make_table

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,23 +11,26 @@ import jax.numpy as jnp
 
 import minitf
 from minitf import config as config_lib
-from minitf import params as P
-from minitf import run, sharding
-from minitf.checkpoint import versions
 from minitf.config import Config
 from minitf.data import datasets, pipeline
 from minitf.data import frame as frames
 from minitf.data.frame import Frame
 from minitf.data.mixture import Phase, with_weights
-from minitf.data.tokenizer import Tokenizer, lost_note
-from minitf.metrics import free_memory, human
-from minitf.model import attention, kernels
-from minitf.model.transformer import model_params, pattern, with_kernel
-from minitf.optimizer import SCHEDULES, make_optimizer, make_schedule
-from minitf.sampling import Sampler, fixed_prompts
-from minitf.state import TrainState, abstract_state, first_state, init_state, state_shardings
-from minitf.step import Batch, eval_step, train_step
-from minitf.tables import columns
+from minitf.data.tokenizer import Tokenizer
+from minitf.model.choose import kernel_for, with_kernel
+from minitf.model.transformer import model_params
+from minitf.runtime.checkpoint import versions
+from minitf.runtime.devices import free_memory
+from minitf.runtime.writer import human
+from minitf.sampling import Sampler
+from minitf.sharding.devices import make_mesh, platform_of
+from minitf.sharding.mesh import AXES, BATCH, batch_sharding, batch_shards, mesh_sizes, replicated
+from minitf.sharding.rules import check_divisible
+from minitf.text import fixed_prompts
+from minitf.training.optimizer import SCHEDULES, make_optimizer, make_schedule
+from minitf.training.state import TrainState, abstract_state, first_state, init_state, state_shardings
+from minitf.training.step import Batch, eval_step, train_step
+from minitf.workdir import commit, differences
 
 
 class Job(NamedTuple):
@@ -48,7 +50,7 @@ class Job(NamedTuple):
     @property
     def frame(self) -> Frame:
         """Of the texts that the model learns."""
-        return pipeline.frame_of(self.corpora, self.cfg.data)
+        return pipeline.frame_of_data(self.corpora, self.cfg.data)
 
     @property
     def sha256(self) -> str:
@@ -60,11 +62,11 @@ class Job(NamedTuple):
 def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
     """Raises ValueError where a size does not divide by the mesh, naming setting, axis and sizes; and where the attention
     that the config names cannot run here."""
-    sharding.check_divisible(specs, mesh)
-    shards = sharding.batch_shards(mesh)
+    check_divisible(specs, mesh)
+    shards = batch_shards(mesh)
     if cfg.batch_size % (shards * cfg.accumulation):
-        settings = dict.fromkeys(sharding.AXES[a].setting for a in sharding.BATCH)
-        rows = " and ".join(f"{s}={sharding.sizes(mesh)[s]}" for s in settings)
+        settings = dict.fromkeys(AXES[a].setting for a in BATCH)
+        rows = " and ".join(f"{s}={mesh_sizes(mesh)[s]}" for s in settings)
         raise ValueError(
             f"batch_size={cfg.batch_size}: not divisible by accumulation={cfg.accumulation} times the {shards} devices of the "
             f"mesh axes {rows}"
@@ -75,7 +77,7 @@ def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
 
 def options(cfg: Config, mesh: jax.sharding.Mesh) -> dict[str, str] | None:
     """The compiler's options for this mesh; None: its defaults."""
-    return cfg.compiler_options.of(sharding.platform(mesh)) or None
+    return cfg.compiler_options.of(platform_of(mesh)) or None
 
 
 def check_options(cfg: Config, mesh: jax.sharding.Mesh) -> None:
@@ -84,30 +86,21 @@ def check_options(cfg: Config, mesh: jax.sharding.Mesh) -> None:
     given = options(cfg, mesh)
     if given is None:
         return
-    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated(mesh))
     try:
         jax.jit(lambda x: x, compiler_options=given).lower(x).compile()
     except jax.errors.JaxRuntimeError as e:
         text = str(e).removeprefix("INVALID_ARGUMENT: ")
         raise ValueError(
-            f"compiler_options.{sharding.platform(mesh)}={' '.join(map('='.join, given.items()))}: {text}"
+            f"compiler_options.{platform_of(mesh)}={' '.join(map('='.join, given.items()))}: {text}"
         ) from None
 
 
 def implementation(cfg: Config, mesh: jax.sharding.Mesh, *, training: bool = True) -> str:
     """The attention implementation of the training step or the evaluation's, on the mesh's devices. Raises ValueError where the
     chosen one cannot run."""
-    a = cfg.model.attention
-    needs = kernels.Needs(
-        dtype=cfg.model.dtype,
-        length=cfg.seq_len,
-        head_dim=attention.sizes(a, cfg.model.dim)[2],
-        softcap=a.softcap is not None,
-        dropout=training and bool(cfg.model.dropout if a.dropout is None else a.dropout),
-        segments=pipeline.has_segments(cfg.data),
-        capability=sharding.capability(mesh.devices.flat[0]),
-    )
-    return kernels.choose(a.implementation, sharding.platform(mesh), needs)
+    asked = dict(training=training, segments=pipeline.has_segments(cfg.data))
+    return kernel_for(cfg.model, mesh, cfg.seq_len, **asked)
 
 
 def design(cfg: Config, steps: int, vocab_size: int, devices: list | None = None) -> Job:
@@ -115,7 +108,7 @@ def design(cfg: Config, steps: int, vocab_size: int, devices: list | None = None
     topology that is not here will do) and the model. Raises ValueError where they do not fit."""
     model = dataclasses.replace(cfg.model, vocab_size=vocab_size, max_seq_len=cfg.model.max_seq_len or cfg.seq_len)
     cfg = dataclasses.replace(cfg, model=model)
-    mesh = sharding.make_mesh(cfg.mesh, devices)
+    mesh = make_mesh(cfg.mesh, devices)
     specs = model_params(model)
     check_mesh(cfg, mesh, specs)
     return Job(cfg, steps, 0, (), mesh, specs)
@@ -154,69 +147,6 @@ def sampler(job: Job) -> Sampler:
     return Sampler.of(job.cfg.model, job.mesh, job.tokenizer, job.frame)
 
 
-def describe_mesh(cfg: sharding.MeshConfig, mesh: jax.sharding.Mesh) -> str:
-    """The sizes of the axes, the factors of fsdp, and which part of them lies across hosts."""
-    devices = list(mesh.devices.flat)
-    text = ", ".join(f"{a}={n}" for a, n in sharding.sizes(mesh).items())
-    if mesh.shape["fsdp_inner"] > 1:
-        text += f"; fsdp as {mesh.shape['fsdp']} x {mesh.shape['fsdp_inner']}"
-    if (n := sharding.hosts(devices)) > 1:
-        _, across = sharding.mesh_shape(cfg, len(devices), n)
-        kind = "slices" if devices[0].platform == "tpu" else "hosts"
-        text += f"; across {n} {kind}: " + ", ".join(
-            f"{a}={f}" for a, f in zip(sharding.mesh_settings(), across, strict=True) if f > 1
-        )
-    return text
-
-
-def table(specs: Any, mesh: jax.sharding.Mesh) -> str:
-    """The start-up table: parameter, shape, dtype, partition, bytes per device."""
-    rows = [("parameter", "shape", "dtype", "partition", "bytes/device")]
-    total = 0
-    for name, p in P.named(specs):
-        local = jax.sharding.NamedSharding(mesh, sharding.partition(p)).shard_shape(p.full_shape)
-        n = math.prod(local) * jnp.dtype(p.dtype).itemsize
-        total += n
-        spec = ", ".join(" x ".join(sharding.settings_of(axes, mesh)) or "-" for axes in sharding.mesh_axes(p))
-        rows.append((name, "x".join(map(str, p.full_shape)), p.dtype, f"({spec})", f"{n:,}"))
-    rows.append(("total", "", "", "", f"{total:,}"))
-    return "\n".join(columns(rows, left=4))
-
-
-def describe(job: Job) -> str:
-    """What a run says before it compiles."""
-    cfg, corpora, mesh = job.cfg, job.corpora, job.mesh
-    count = P.count(job.specs)
-    chosen = implementation(cfg, mesh)
-    kind, processes = mesh.devices.flat[0].device_kind, jax.process_count()
-    several = f" in {processes} processes" if processes > 1 else ""
-    lines = [
-        f"minitf {minitf.__version__}, JAX {jax.__version__}, devices: {mesh.size} x {kind}{several}, mesh "
-        f"{describe_mesh(cfg.mesh, mesh)}",
-        f"data {cfg.data.kind}: {sum(c.size for c in corpora):,} bytes, sha256 {job.sha256[:16]}, "
-        f"{sum(len(c.train) for c in corpora):,} training and {sum(len(c.val) for c in corpora):,} validation tokens, "
-        f"{job.rows:,} rows of {cfg.seq_len}",
-        *(f"  {corpus.note}" for corpus in corpora if corpus.note),
-        *(
-            f"  {weight:g} of {corpus.name}: {len(corpus.train):,} training tokens"
-            for corpus, (_, weight) in zip(corpora, cfg.data.mixture or (), strict=False)
-        ),
-        f"attention {', '.join(pattern(cfg.model))}: {chosen} (model.attention.implementation={cfg.model.attention.implementation})",
-        table(job.specs, mesh),
-        f"parameters: {count['total']:,} ({count['embedding']:,} embedding, {count['non_embedding']:,} non-embedding)",
-        f"training for {job.steps:,} steps of {cfg.batch_size} x {cfg.seq_len} tokens, "
-        f"logits of shape [{cfg.batch_size},{cfg.seq_len},{cfg.model.vocab_size}]",
-    ]
-    if cfg.sample_every is not None:
-        note = lost_note(job.tokenizer, "".join(cfg.sample.prompts), "sample.prompts")
-        lines += [] if note is None else [note]
-    if job.rows < cfg.batch_size:
-        lines.append(
-            f"warning: {job.rows} training rows are fewer than batch_size={cfg.batch_size}: a batch repeats rows"
-        )
-    return "\n".join(lines)
-
-
 # ---- its programs
 
 
@@ -241,7 +171,7 @@ def program(job: Job) -> Program:
     state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(job.specs, tx), layout
     )
-    everywhere = sharding.replicated(job.mesh)
+    everywhere = replicated(job.mesh)
     init = functools.partial(init_state, specs=job.specs, tx=tx)
     # What "auto" means is decided here, by the mesh: its devices need not be those of this process.
     step_cfg, eval_cfg = (
@@ -251,7 +181,7 @@ def program(job: Job) -> Program:
     step = functools.partial(train_step, cfg=step_cfg, tx=tx, schedule=schedule)
     # On a CPU, optimising the random numbers of the start takes longer than compiling the step, and gives other last bits on
     # other meshes.
-    at_start = {"xla_backend_optimization_level": 1} if sharding.platform(job.mesh) == "cpu" else None
+    at_start = {"xla_backend_optimization_level": 1} if platform_of(job.mesh) == "cpu" else None
     given = options(cfg, job.mesh)
     return Program(
         state,
@@ -307,7 +237,7 @@ def training_batches(
     cfg = job.cfg
     stores = [c.train for c in job.corpora]
     rows = pipeline.mixed_rows(stores, phases(job) if mixed is None else mixed, cfg.seq_len, cfg.data, cfg.seed)
-    return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data, start, until)
+    return pipeline.batches(rows, cfg.batch_size, batch_sharding(job.mesh), cfg.data, start, until)
 
 
 def phases(job: Job, saved: dict[str, Any] | None = None) -> list[Phase]:
@@ -325,7 +255,7 @@ def phases(job: Job, saved: dict[str, Any] | None = None) -> list[Phase]:
 def evaluation_batches(job: Job, corpus: datasets.Corpus, until: Callable[[], bool] = lambda: False) -> Iterator[Batch]:
     cfg = job.cfg
     rows = pipeline.evaluation_rows(corpus.val, cfg.seq_len, cfg.data, cfg.batch_size, cfg.eval_batches)
-    return pipeline.batches(rows, cfg.batch_size, sharding.batch_sharding(job.mesh), cfg.data, until=until)
+    return pipeline.batches(rows, cfg.batch_size, batch_sharding(job.mesh), cfg.data, until=until)
 
 
 def evaluates_a_part(job: Job) -> bool:
@@ -361,16 +291,16 @@ def about(job: Job, step: int, mixed: list[Phase], tokens: int, loss: float | No
         "tokens_seen": tokens,
         "data": position(job, step) | {"mixture": mixed},
         "config": config_lib.stored(job.cfg),
-        "mesh": sharding.sizes(job.mesh),
+        "mesh": mesh_sizes(job.mesh),
         "processes": jax.process_count(),
         "versions": {"minitf": minitf.__version__, **versions()},
-        "commit": run.commit(),
+        "commit": commit(),
     }
 
 
 def check_same_run(job: Job, saved: dict[str, Any]) -> None:
     """Raises ValueError where a checkpoint belongs to a run with other settings or other data."""
-    fixed, _ = run.differences(config_lib.from_stored(saved["config"])[0], job.cfg)
+    fixed, _ = differences(config_lib.from_stored(saved["config"])[0], job.cfg)
     data, now = saved["data"], position(job, saved["step"])
     # A checkpoint from before a fact was kept says nothing of it.
     fixed += [f"data {name}: {data[name]} -> {now[name]}" for name in now if data.get(name, now[name]) != now[name]]

@@ -102,24 +102,13 @@ def stacked(specs: Any, layers: int) -> Any:
     return tree_map(lambda p: dataclasses.replace(p, stack=(("layers", layers), *p.stack)), specs)
 
 
-def unstacked(stack: Any) -> list[Any]:
-    """The layers of a tree of stacked arrays or stacked declarations, as a list of trees."""
-    leaves = jax.tree.leaves(stack, is_leaf=is_param)
-    n = leaves[0].full_shape[0] if is_param(leaves[0]) else leaves[0].shape[0]
-
-    def one(leaf, i):
-        return dataclasses.replace(leaf, stack=leaf.stack[1:]) if is_param(leaf) else leaf[i]
-
-    return [jax.tree.map(lambda leaf, i=i: one(leaf, i), stack, is_leaf=is_param) for i in range(n)]
-
-
 def group_of(name: str) -> str:
     """The group whose norms are logged together: `blocks/0/attention/q` -> `attention`, `head` -> `head`."""
     parts = name.split("/")
     return parts[2] if parts[0] == "blocks" else parts[0]
 
 
-def count(specs: Any) -> dict[str, int]:
+def count_params(specs: Any) -> dict[str, int]:
     """Numbers of parameters: `total`, `embedding` (token and position tables; a tied head is one of them), `non_embedding`."""
     sizes = [(p.kind == "embedding", p.size) for _, p in named(specs)]
     embedding = sum(n for is_embedding, n in sizes if is_embedding)
@@ -127,7 +116,7 @@ def count(specs: Any) -> dict[str, int]:
     return {"total": total, "embedding": embedding, "non_embedding": total - embedding}
 
 
-def abstract(specs: Any, shardings: Any = None) -> Any:
+def abstract_params(specs: Any, shardings: Any = None) -> Any:
     """The parameters as `jax.ShapeDtypeStruct`s, with shardings where given."""
     if shardings is None:
         return tree_map(lambda p: jax.ShapeDtypeStruct(p.full_shape, p.dtype), specs)
@@ -188,7 +177,7 @@ def with_inits(specs: Any, scheme: str, num_layers: int) -> Any:
     return tree_map(one, specs)
 
 
-def init(specs: Any, key: jax.Array) -> Any:
+def init_params(specs: Any, key: jax.Array) -> Any:
     """Initial values. Each array has its own key, made from its name and layer, so that neither another parameter nor
     another number of layers changes it; each layer is initialised by itself, so that a stack has the scale of a layer."""
 

@@ -1,8 +1,9 @@
-"""Paths that a user gives: one rule for all of them; the files below a directory; and files that are no text."""
+"""Paths that a user or a file gives, the files below a directory, writing a whole file, and files that are no text."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def given(text: str | os.PathLike, setting: str) -> Path:
@@ -14,6 +15,43 @@ def given(text: str | os.PathLike, setting: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError as e:
         raise ValueError(f"{setting} {text}: {e}") from None
+
+
+def inside(directory: Path, name: str, source: str | os.PathLike) -> Path:
+    """The file of a directory that `source`, a file of it, names. Raises ValueError where the name or a link leads elsewhere."""
+    path = directory / name
+    if Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(directory.resolve()):
+        raise ValueError(
+            f"{source}: names {name!r}, which leads out of the folder; of a folder of links, such as Hugging Face's cache, make a "
+            "copy that holds the files (cp -rL)"
+        )
+    return path
+
+
+def is_local(path: str | os.PathLike) -> bool:
+    """Whether the path is a file's of this machine, not of an object store."""
+    return "://" not in str(path)
+
+
+def write_whole(path: Any, contents: str | bytes) -> None:
+    """Replaces a file, or makes it: under its name there is at no time a part of it, and after the return it stays, also through a
+    loss of power. `path`: pathlib's or epath's."""
+    contents = contents.encode() if isinstance(contents, str) else contents
+    part = path.parent / f"{path.name}.part"
+    if not is_local(path):
+        part.write_bytes(contents)
+        part.replace(path)
+        return
+    with open(part, "wb") as f:
+        f.write(contents)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def files_below(directory: str | os.PathLike) -> Iterator[str]:
@@ -50,7 +88,7 @@ BEGINNINGS = {
     b"%PDF-": "PDF",
 }
 TAR = slice(257, 262), b"ustar"
-FIRST = 512  # bytes that tell
+FIRST_BYTES = 512  # bytes that tell
 
 
 def container(first: bytes) -> str | None:

@@ -6,28 +6,23 @@ not on the other rows, the padding or how many tokens are decoded at a time.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minitf import params as P
-from minitf import settings, sharding
+from minitf import checks
 from minitf.data.frame import Frame
 from minitf.data.tokenizer import Tokenizer
-from minitf.model.transformer import (
-    Cache,
-    ModelConfig,
-    hidden,
-    logits,
-    model_params,
-    new_cache,
-    pattern,
-    with_any_kernel,
-)
-from minitf.settings import setting, setting_of
+from minitf.model.choose import with_best_kernel
+from minitf.model.transformer import Cache, ModelConfig, hidden, logits, model_params, new_cache, pattern
+from minitf.params import is_param, tree_map
+from minitf.settings import setting
+from minitf.sharding.mesh import batch_shards, replicated, surroundings
+from minitf.sharding.rules import shardings
+from minitf.sharding.seams import pin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +51,7 @@ class Sampling:
     )
 
 
+PLAIN = Sampling()  # the model's own distribution
 TEMPERATURE = 0.8  # where none is given: a little likelier than the model's own distribution
 COLDEST = 1e-5  # a temperature below counts as 0: dividing by less could overflow
 
@@ -124,9 +120,20 @@ def apart(cfg: ModelConfig) -> ModelConfig:
     return dataclasses.replace(cfg, pattern=tuple(kinds[i % len(kinds)] for i in range(cfg.num_layers)))
 
 
+def unstacked(stack: Any) -> list[Any]:
+    """The layers of a tree of stacked arrays or stacked declarations, as a list of trees."""
+    leaves = jax.tree.leaves(stack, is_leaf=is_param)
+    n = leaves[0].full_shape[0] if is_param(leaves[0]) else leaves[0].shape[0]
+
+    def one(leaf, i):
+        return dataclasses.replace(leaf, stack=leaf.stack[1:]) if is_param(leaf) else leaf[i]
+
+    return [jax.tree.map(lambda leaf, i=i: one(leaf, i), stack, is_leaf=is_param) for i in range(n)]
+
+
 def layers_apart(blocks: tuple[Any, ...]) -> tuple[Any, ...]:
     """The stacks of `apart`, one for each layer, from those of the pattern's places."""
-    places = [P.unstacked(stack) for stack in blocks]
+    places = [unstacked(stack) for stack in blocks]
     layers = [layer for period in itertools.zip_longest(*places) for layer in period if layer is not None]
     return tuple(jax.tree.map(lambda a: a[None], layer) for layer in layers)
 
@@ -140,9 +147,9 @@ def prepared(params: Any, cfg: ModelConfig, mesh: jax.sharding.Mesh) -> tuple[An
 
     def ready(params: Any) -> Any:
         own = dict(params, blocks=layers_apart(params["blocks"])) if by_layer else params
-        return P.tree_map(lambda p, w: w if p.kind in ("scale", "bias") else w.astype(cfg.dtype), specs, own)
+        return tree_map(lambda p, w: w if p.kind in ("scale", "bias") else w.astype(cfg.dtype), specs, own)
 
-    return jax.jit(ready, out_shardings=sharding.shardings(specs, mesh))(params), own_cfg
+    return jax.jit(ready, out_shardings=shardings(specs, mesh))(params), own_cfg
 
 
 class Sampler:
@@ -157,12 +164,11 @@ class Sampler:
         stops: Sequence[int] = (),
     ):
         """known: ids below are drawn and no others (the tokenizer's; None: all). stops: ids that end a text."""
-        # Rows are padded, which the kernel of the training may not know.
-        self._cfg = with_any_kernel(cfg)
+        self._cfg = cfg
         # A tokenizer may know more ids than the model has rows.
         self._mesh, self._known = mesh, min(known or cfg.vocab_size, cfg.vocab_size)
         self.stops = tuple(stops)
-        everywhere = sharding.replicated(mesh)
+        everywhere = replicated(mesh)
         self._prefill = jax.jit(self._first, static_argnames="length", out_shardings=(None, everywhere))
         self._decode = jax.jit(self._more, static_argnames="chunk", donate_argnums=1, out_shardings=(None, everywhere))
 
@@ -206,9 +212,10 @@ class Sampler:
         length: int,
     ) -> tuple[State, Drawn]:
         """Reads the prompts, which begin at first_B and end together, and draws one token."""
-        prompts_BS = sharding.pin(prompts_BS)
+        prompts_BS = pin(prompts_BS)
         B, S = prompts_BS.shape
-        found = hidden(params, prompts_BS, self._cfg, cache=new_cache(self._cfg, first_B, length))
+        cfg = with_best_kernel(self._cfg, self._mesh, S, rows=B, segments=True)  # padding is another segment
+        found = hidden(params, prompts_BS, cfg, cache=new_cache(self._cfg, first_B, length))
         in_prompt = jnp.arange(S) >= first_B[:, None]
         seen = jnp.zeros((B, self._cfg.vocab_size), bool).at[jnp.arange(B)[:, None], prompts_BS].max(in_prompt)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers_B)
@@ -227,6 +234,7 @@ class Sampler:
     ) -> tuple[State, Drawn]:
         """Draws `limit` more tokens, at most `chunk`, or fewer where all rows are done."""
         B = len(state.last_B)
+        cfg = with_best_kernel(self._cfg, self._mesh, 1, rows=B, cached=True)
 
         def going(carry: tuple) -> jax.Array:
             i, state, _ = carry
@@ -234,7 +242,7 @@ class Sampler:
 
         def one(carry: tuple) -> tuple:
             i, state, drawn = carry
-            found = hidden(params, state.last_B[:, None], self._cfg, cache=state.cache)
+            found = hidden(params, state.last_B[:, None], cfg, cache=state.cache)
             state, new = self._emit(found.x_BSD[:, -1], params, state._replace(cache=found.cache), how)
             return i + 1, state, jax.tree.map(lambda a, b: a.at[:, i].set(b), drawn, new)
 
@@ -266,7 +274,7 @@ class Sampler:
         params: Any,
         prompts: Sequence[np.ndarray],
         max_new_tokens: int | Sequence[int],
-        sampling: Sampling = Sampling(),
+        sampling: Sampling = PLAIN,
         *,
         seed: int = 0,
         numbers: Sequence[int] | None = None,
@@ -279,14 +287,14 @@ class Sampler:
         numbers: of the rows, folded into the seed (None: 0, 1, 2, ...). stopped: bool [rows], in which the caller may set, between
         pieces, which rows need no more. Raises ValueError where a prompt does not fit.
         """
-        settings.check(sampling)
+        checks.check(sampling)
         self.check(prompts, max_new_tokens)
         limits = np.array(of_each(max_new_tokens, prompts))
         max_new_tokens = int(limits.max(initial=0))
         if max_new_tokens < 1:
             return
         within = lambda a, made, off: np.where(made + np.arange(a.shape[1]) < limits[:, None], a, off)
-        n, shards = len(prompts), sharding.batch_shards(self._mesh)
+        n, shards = len(prompts), batch_shards(self._mesh)
         B = -(-bucket(n, 1) // shards) * shards
         S = bucket(max(map(len, prompts)))
         chunk = min(chunk or max_new_tokens, max_new_tokens)
@@ -300,7 +308,7 @@ class Sampler:
         how = {k: np.array(v, np.int32 if k == "top_k" else np.float32) for k, v in numbers.items()}
         stopped = np.zeros(n, bool) if stopped is None else stopped
 
-        with sharding.surroundings(self._mesh, self._cfg.dtype):
+        with surroundings(self._mesh, self._cfg.dtype):
             state, drawn = self._prefill(
                 params,
                 tokens,
@@ -316,7 +324,7 @@ class Sampler:
         yield Drawn(within(ids, 0, -1), within(log_probs, 0, 0.0))
         while made < max_new_tokens:
             limit = min(chunk, max_new_tokens - made)
-            with sharding.surroundings(self._mesh, self._cfg.dtype):
+            with surroundings(self._mesh, self._cfg.dtype):
                 state, drawn = self._decode(
                     params,
                     state,
@@ -336,149 +344,3 @@ class Sampler:
 def of_each(value: int | Sequence[int], prompts: Sequence[Any]) -> list[int]:
     """A value for each prompt."""
     return [value] * len(prompts) if isinstance(value, int) else list(value)
-
-
-# ---- text
-
-
-def prompt_ids(tokenizer: Tokenizer, frame: Frame, prompt: str, *, specials: bool = False) -> np.ndarray:
-    """int32: ids of a prompt, begun as the model's texts begin. `specials`: what spells a special token is one. Raises ValueError
-    for what is no text."""
-    try:
-        text = prompt.encode()
-    except UnicodeEncodeError as e:
-        raise ValueError(f"the prompt: character {e.start} is half a surrogate pair, which is no text") from None
-    return frame.prompt(tokenizer.encode(text, "the prompt", specials=specials))
-
-
-class Completion:
-    """What follows a prompt, growing token by token until a stop string, an id that ends a text, or the last token."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray, stops: Sequence[str] = (), ends: Sequence[int] = ()):
-        """stops: texts; one that spells a special token is that token, too. ends: ids."""
-        self.ids: list[int] = []  # up to the one with which a stop string is complete, the end token not among them
-        self.log_probs: list[float] = []
-        self.reason: str | None = None  # "stop", "end", "length"; None: it goes on
-        self.text = ""  # that will not change any more
-        self._tokenizer, self._prompt, self._stops = tokenizer, prompt.tolist(), [s for s in stops if s]
-        self._ends = dict.fromkeys(ends, "end") | {
-            tokenizer.spelled[s]: "stop" for s in self._stops if s in tokenizer.spelled
-        }
-        self._before = len(tokenizer.decode(prompt))
-
-    def _decoded(self) -> str:
-        # With the prompt: in some tokenizers the text of an id depends on the ids before it.
-        found = self._tokenizer.decode(np.array([*self._prompt, *self.ids]))[self._before :]
-        return found.decode(errors="replace")
-
-    def add(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """More tokens; those after its end are left out."""
-        for id_, log_prob in zip(ids, log_probs, strict=True):
-            if self.reason is not None or id_ < 0:
-                return
-            if id_ in self._ends:
-                return self.finish(self._ends[id_])
-            self.ids.append(int(id_))
-            self.log_probs.append(float(log_prob))
-            if self._stops:
-                whole = self._decoded()
-                ends = [whole.index(stop) for stop in self._stops if stop in whole]
-                if ends:
-                    self.text, self.reason = whole[: min(ends)], "stop"
-                    return None
-        # The end of the text may be a part of a character (its bytes read as U+FFFD), or of a stop string.
-        whole = self._decoded().rstrip("�")
-        held = max((n for stop in self._stops for n in range(1, len(stop)) if whole.endswith(stop[:n])), default=0)
-        self.text = whole[: len(whole) - held]
-        return None
-
-    def finish(self, reason: str = "length") -> None:
-        """Nothing more will come."""
-        if self.reason is None:
-            self.text, self.reason = self._decoded(), reason
-
-
-def complete(
-    sampler: Sampler,
-    params: Any,
-    tokenizer: Tokenizer,
-    prompts: Sequence[np.ndarray],
-    max_new_tokens: int | Sequence[int],
-    sampling: Sampling = Sampling(),
-    *,
-    seed: int = 0,
-    numbers: Sequence[int] | None = None,
-    stops: Sequence[str] = (),
-    chunk: int | None = None,
-    show: Callable[[list[Completion]], None] = lambda completions: None,
-) -> list[Completion]:
-    """The texts that follow the prompts (ids). `show` is called whenever they have grown; further keywords as of `Sampler.stream`;
-    chunk: None: 16 where there are stop strings, else all. The texts do not depend on it."""
-    found = [Completion(tokenizer, prompt, stops, sampler.stops) for prompt in prompts]
-    chunk = chunk or (16 if any(stops) else None)
-    stopped = np.zeros(len(prompts), bool)
-    pieces = sampler.stream(
-        params, prompts, max_new_tokens, sampling, seed=seed, numbers=numbers, chunk=chunk, stopped=stopped
-    )
-    for piece in pieces:
-        for row, completion in enumerate(found):
-            completion.add(piece.ids[row], piece.log_probs[row])
-            stopped[row] = completion.reason is not None
-        show(found)
-    for completion in found:
-        completion.finish()
-    show(found)
-    return found
-
-
-# ---- while training
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleConfig:
-    """The texts that a run writes every `sample_every` steps."""
-
-    prompts: tuple[str, ...] = setting(
-        ("\n",), "beginnings of texts; an empty one: the beginning of a document", nonempty=True, may_change=True
-    )
-    max_new_tokens: int = setting(
-        64, "tokens behind each prompt; fewer where model.max_seq_len is reached", at_least=1, may_change=True
-    )
-    temperature: float = setting_of(Sampling, "temperature", default=TEMPERATURE, may_change=True)
-    top_k: int = setting_of(Sampling, "top_k", may_change=True)
-
-    def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, top_k=self.top_k)
-
-
-PIECE = 64  # tokens that are drawn from one call of `between` to the next
-
-
-def sample(
-    sampler: Sampler,
-    params: Any,
-    tokenizer: Tokenizer,
-    frame: Frame,
-    cfg: SampleConfig,
-    seed: int,
-    between: Callable[[], None] = lambda: None,
-) -> str:
-    """What the model makes of the prompts, each under a line of its own. `between` is called between pieces of them; what it
-    raises ends them."""
-    prompts = fixed_prompts(sampler, tokenizer, frame, cfg)
-    n = sampler.room(prompts, cfg.max_new_tokens)
-    pieces = dict(chunk=PIECE, show=lambda completions: between())
-    found = complete(sampler, params, tokenizer, prompts, n, cfg.sampling(), seed=seed, **pieces)
-    return "\n".join(f"--- {text!r}\n{text}{c.text}" for text, c in zip(cfg.prompts, found, strict=True))
-
-
-def fixed_prompts(sampler: Sampler, tokenizer: Tokenizer, frame: Frame, cfg: SampleConfig) -> list[np.ndarray]:
-    """Raises ValueError for a prompt that cannot be gone on with."""
-    found = []
-    for prompt in cfg.prompts:
-        try:
-            found.append(prompt_ids(tokenizer, frame, prompt))
-            sampler.check(found[-1:], 1)
-        except ValueError as e:
-            raise ValueError(f"sample.prompts: {prompt!r}: {e}") from None
-    return found

@@ -1,7 +1,7 @@
-"""Choices: every choice is a dict from a name to functions; `pick` looks one up. And tables as text."""
+"""Choices: every choice is a dict from a name to functions; `pick` looks one up."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -22,13 +22,3 @@ def pick(setting: str, table: Mapping[str, Any], kind: str) -> Any:
     if kind not in table:
         raise ValueError(f"{setting}: unknown kind {kind!r}; known: {', '.join(table)}")
     return table[kind]
-
-
-def columns(lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Rows of cells as text: the first so many columns to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-    def cell(i: int, text: str) -> str:
-        return text.ljust(widths[i]) if i < left else text.rjust(widths[i])
-
-    return ["  ".join(cell(i, text) for i, text in enumerate(line)).rstrip() for line in lines]

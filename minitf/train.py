@@ -27,25 +27,13 @@ import jax
 import numpy as np
 from etils import epath
 
-from minitf import checksum, command_line, distributed, memory, run
+from minitf import command_line
 from minitf import config as config_lib
-from minitf import params as P
-from minitf.checkpoint import Checkpoints, DamagedError, SaveError
+from minitf import workdir as workdir_lib
 from minitf.data import frame as frames
 from minitf.data.loader import LoaderError
 from minitf.data.store import DataError
-from minitf.data.tokenizer import save_tokenizer
-from minitf.distributed import (
-    FAILED,
-    MISTAKE,
-    NONFINITE,
-    Stopped,
-    StopRequest,
-    Vote,
-    Watchdog,
-    process_age,
-    stop_on_signals,
-)
+from minitf.data.tokenizer_files import save_tokenizer
 from minitf.job import (
     LOWER,
     Job,
@@ -54,7 +42,6 @@ from minitf.job import (
     about,
     check_same_run,
     compiled_step,
-    describe,
     evaluates_a_part,
     evaluation_batches,
     phases,
@@ -64,24 +51,44 @@ from minitf.job import (
     schedule_change,
     training_batches,
 )
-from minitf.metrics import (
-    Events,
-    MetricWriter,
-    NoWriter,
-    StartUp,
-    StepClock,
-    human,
-    listed_flops,
-    measured_apart,
-    peak_flops,
+from minitf.model.flops import flops_per_token
+from minitf.params import count_params
+from minitf.runtime import digests, memory, processes, watch
+from minitf.runtime import lock as lock_lib
+from minitf.runtime.checkpoint import Checkpoints, DamagedError, SaveError
+from minitf.runtime.devices import listed_flops, measured_apart, peak_flops
+from minitf.runtime.log import Events, StartUp, StepClock
+from minitf.runtime.processes import Vote
+from minitf.runtime.profile import Profile
+from minitf.runtime.terminal import lasting_output
+from minitf.runtime.watch import (
+    FAILED,
+    MISTAKE,
+    NONFINITE,
+    Stopped,
+    StopRequest,
+    Watchdog,
+    process_age,
+    stop_on_signals,
 )
-from minitf.model.transformer import flops_per_token
-from minitf.profile import Profile
-from minitf.sampling import sample
-from minitf.sharding import surroundings
-from minitf.state import TrainState
-from minitf.step import Batch, evaluate
-from minitf.terminal import lasting_output
+from minitf.runtime.writer import MetricWriter, NoWriter, human
+from minitf.sharding.mesh import surroundings
+from minitf.startup import describe
+from minitf.text import sample
+from minitf.training.evaluation import evaluate
+from minitf.training.state import TrainState
+from minitf.training.step import Batch
+from minitf.workdir import (
+    check_params,
+    commit,
+    framing_of,
+    has_checkpoint,
+    load_params,
+    resolve,
+    store_config,
+    store_frame,
+    use_compilation_cache,
+)
 
 
 def read_together(batches: Iterator[Batch], stop: StopRequest, what: str) -> Iterator[Batch]:
@@ -140,13 +147,15 @@ def starting_state(
         return restored.tree, restored.about
     if cfg.init_from is None:
         return functions.init(jax.random.key(cfg.seed)), None
-    source = run.resolve(cfg.init_from, "init_from")
-    params, saved = run.load_params(source, functions.state.params)
+    source = resolve(cfg.init_from, "init_from")
+    params, saved = load_params(source, functions.state.params)
     say(f"parameters from {source}, step {saved['step']}")
     return functions.start(params), None
 
 
-def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, start_up: StartUp | None = None) -> int:
+def train(
+    job: Job, workdir: str | os.PathLike, lock: lock_lib.Lock | None = None, start_up: StartUp | None = None
+) -> int:
     """Trains from the newest checkpoint of the work directory, or from the start, to the last step, and returns the exit
     status. Metrics, events and checkpoints go to the work directory. `start_up`: what was done before; None: not known. Raises
     Stopped where it is asked to end before its first step."""
@@ -157,14 +166,14 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
     with start_up.phase("peak rate"):
         devices = list(job.mesh.devices.flat)
         peak, is_listed = peak_flops(devices, cfg.model.dtype), listed_flops(devices, cfg.model.dtype) is not None
-    first_process = distributed.is_first()  # the one that writes files, checkpoints aside
+    first_process = processes.is_first()  # the one that writes files, checkpoints aside
     limit = None if cfg.max_run_time is None else config_lib.seconds("max_run_time", cfg.max_run_time)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(surroundings(job.mesh, job.cfg.model.dtype))
         stop = stack.enter_context(stop_on_signals(limit))
         events = stack.enter_context(contextlib.closing(Events(workdir / "events.jsonl" if first_process else None)))
-        events.add("start", pid=os.getpid(), process_age=process_age(), steps=job.steps, commit=run.commit())
+        events.add("start", pid=os.getpid(), process_age=process_age(), steps=job.steps, commit=commit())
         stack.push(lambda kind, error, trace: events.add("stop", reason=str(error)) if kind is Stopped else None)
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", cfg.checkpoint))
 
@@ -178,7 +187,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             return stop.unless_asked(entered)
 
         def begin() -> tuple[TrainState, dict[str, Any] | None]:
-            return jax.block_until_ready(starting_state(job, functions, checkpoints, distributed.say))
+            return jax.block_until_ready(starting_state(job, functions, checkpoints, processes.say))
 
         beginning = "restore" if checkpoints.steps() else "init"
         with events.timed(beginning) as event:
@@ -195,21 +204,21 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
         # Where there was no time for it when the run was stopped.
         owed = restored is not None and evaluation_due(first) and restored["evaluation"] is None
         if restored is not None and first >= job.steps and not owed:
-            distributed.say(f"step {first} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
+            processes.say(f"step {first} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
             events.add("stop", step=first, reason="already done")
             return 0
         if first_process and job.tokenizer is not None:
             save_tokenizer(job.tokenizer, workdir)
         if first_process:
-            run.store_config(workdir, cfg)
-            run.store_frame(workdir, job.frame)
+            store_config(workdir, cfg)
+            store_frame(workdir, job.frame)
         start = None if restored is None else first
         validation = sum(len(c.val) for c in job.corpora) if evaluates_a_part(job) else None
         writer = MetricWriter(workdir, job.steps, start=start, validation=validation) if first_process else NoWriter()
         stack.callback(writer.close)
         writer.text(0 if restored is None else first + 1, "config", config_lib.to_json(cfg))
         if restored is None:
-            writer.write(0, {f"params/{name}": n for name, n in P.count(job.specs).items()})
+            writer.write(0, {f"params/{name}": n for name, n in count_params(job.specs).items()})
         else:
             writer.say(f"resuming after step {first} of {job.steps}")
             changed = schedule_change(job, restored, first - int(state.skipped))
@@ -263,7 +272,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             events.flush()
             with events.timed("save", step=step) as event:
                 described = checkpoints.save(step, state, about(job, step, mixed, tokens_seen, loss), loss)
-                event["parameters"] = checksum.combined(described["arrays"], "params/")
+                event["parameters"] = digests.combined(described["arrays"], "params/")
                 event["bytes"] = sum(a.nbytes for a in jax.tree.leaves(state))
             saved_at = time.monotonic()
 
@@ -324,7 +333,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: run.Lock | None = None, st
             """Reads a step's metrics, which waits for it, and logs them where due."""
             nonlocal latest, compile_time, tokens_seen, peak
             latest = metrics
-            hashes.append(checksum.hexadecimal(np.asarray(metrics.pop("batch"))))
+            hashes.append(digests.hexadecimal(np.asarray(metrics.pop("batch"))))
             counts.append(int(metrics.pop("tokens")))
             tokens_seen += counts[-1]
             if not metrics.pop("finite"):
@@ -468,57 +477,57 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="start anew in a work directory that holds a run (default: go on with it)",
     )
-    distributed.add_arguments(parser)
+    processes.add_arguments(parser)
     try:
         args, cfg = command_line.parse_args(sys.argv[1:] if argv is None else argv, parser)
         if args.print_config:
             print(config_lib.to_json(cfg), end="")
             return 0
-        distributed.leave_absent_tpu()
-        workdir = run.resolve(default_workdir(args.config) if args.workdir is None else args.workdir)
-        run.use_compilation_cache(cfg.compilation_cache, workdir)
+        processes.leave_absent_tpu()
+        workdir = resolve(default_workdir(args.config) if args.workdir is None else args.workdir)
+        use_compilation_cache(cfg.compilation_cache, workdir)
         if cfg.keep_memory:
             memory.keep_freed()
         with start_up.phase("processes"):
-            distributed.start(cfg.distributed, args)
+            processes.start(cfg.distributed, args)
     except ValueError as e:
         command_line.fail(str(e))
-    with distributed.guarded(cfg.distributed), contextlib.ExitStack() as stack:
+    with processes.guarded(cfg.distributed), contextlib.ExitStack() as stack:
         with start_up.phase("devices"):
             jax.devices()
-        with distributed.together(command_line.fail), start_up.phase("data"):
-            framing = frames.of_tokenizer if args.overwrite else run.framing_of(workdir)
+        with processes.together(command_line.fail), start_up.phase("data"):
+            framing = frames.of_tokenizer if args.overwrite else framing_of(workdir)
             job = prepare(cfg, framing=framing)
-        with distributed.together(command_line.fail):
-            distributed.same_everywhere("settings or data", config_lib.to_json(job.cfg) + job.sha256)
-        distributed.say(describe(job))
+        with processes.together(command_line.fail):
+            processes.same_everywhere("settings or data", config_lib.to_json(job.cfg) + job.sha256)
+        processes.say(describe(job))
         lock = None
-        with distributed.together(command_line.fail):
+        with processes.together(command_line.fail):
             if cfg.init_from is not None:
-                run.check_params(run.resolve(cfg.init_from, "init_from"), job.specs)
-            if distributed.is_first():
-                lock = stack.enter_context(run.locked(workdir))
-                found, changed = run.begin(workdir, job.cfg, args.overwrite)
+                check_params(resolve(cfg.init_from, "init_from"), job.specs)
+            if processes.is_first():
+                lock = stack.enter_context(lock_lib.locked(workdir))
+                found, changed = workdir_lib.begin(workdir, job.cfg, args.overwrite)
                 print(f"work directory {workdir}; watch it with: tensorboard --logdir {workdir}")
                 for line in changed:
                     print(f"changed: {line}")
-                if found and not run.has_checkpoint(workdir):
+                if found and not has_checkpoint(workdir):
                     print("the run there has no checkpoint yet: it starts anew")
                 sys.stdout.flush()
         return guarded_train(job, workdir, lock, start_up)
 
 
-def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None, start_up: StartUp) -> int:
+def guarded_train(job: Job, workdir: epath.Path, lock: lock_lib.Lock | None, start_up: StartUp) -> int:
     """`train`, with one message in place of a traceback for what may happen to a sound program."""
     try:
         return train(job, workdir, lock, start_up)
     except Stopped as e:
-        distributed.say(f"stopped by {e} before its first step; the same command goes on")
+        processes.say(f"stopped by {e} before its first step; the same command goes on")
         return e.status
     except (Refused, TooLarge, NonFinite, DamagedError) as e:  # every process meets these, at the same step
         text = f"not finite at {e}" if isinstance(e, NonFinite) else str(e)
         status = {Refused: MISTAKE, TooLarge: MISTAKE, NonFinite: NONFINITE, DamagedError: FAILED}[type(e)]
-        if distributed.is_first():
+        if processes.is_first():
             print(f"error: {text}", file=sys.stderr)
         return status
     except BatchError as e:  # the other processes have stopped, too
@@ -539,11 +548,11 @@ def guarded_train(job: Job, workdir: epath.Path, lock: run.Lock | None, start_up
         status = MISTAKE if isinstance(e, DataError) else FAILED
         if jax.process_count() > 1:  # the others wait for this one
             print(f"error on process {jax.process_index()}: {text}", file=sys.stderr)
-            distributed.end_alone(e, status, job.cfg.distributed)
+            processes.end_alone(e, status, job.cfg.distributed)
         print(f"error: {text}", file=sys.stderr)
         return status
 
 
 if __name__ == "__main__":
     starting.cancel()
-    distributed.leave(main)
+    watch.leave(main)

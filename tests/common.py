@@ -20,20 +20,23 @@ import pytest
 from etils import epath
 from jax.experimental import topologies
 
-from minitf import config, run, settings, sharding, train
+from minitf import config, settings, train
 from minitf import job as job_lib
-from minitf import params as P
-from minitf import step as step_lib
-from minitf.checkpoint import CheckpointConfig
 from minitf.config import Config
 from minitf.data.datasets import DataConfig
-from minitf.metrics import json_lines
 from minitf.model.attention import AttentionConfig
 from minitf.model.mlp import MlpConfig
 from minitf.model.transformer import ModelConfig, model_params
-from minitf.optimizer import OptimizerConfig, make_optimizer, make_schedule
-from minitf.sharding import MeshConfig
-from minitf.state import TrainState, state_shardings
+from minitf.params import init_params, named
+from minitf.runtime import lock as lock_lib
+from minitf.runtime.checkpoint import CheckpointConfig
+from minitf.runtime.log import json_lines
+from minitf.sharding import devices as devices_lib
+from minitf.sharding.mesh import MeshConfig, batch_sharding, mesh_settings
+from minitf.training import step as step_lib
+from minitf.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+from minitf.training.state import TrainState, state_shardings
+from minitf.workdir import begin, resolve
 from tools.parity import change, random_batch, random_params  # noqa: F401  for the tests, as the rest here
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,13 +79,13 @@ TINY = Config(
 def make_mesh(name: str, cfg: MeshConfig | None = None) -> jax.sharding.Mesh:
     """A mesh of MESHES, or of sizes written as there; with the settings of the config besides."""
     sizes = MESHES.get(name) or tuple(map(int, name.split("x")))
-    cfg = dataclasses.replace(cfg or MeshConfig(), **dict(zip(sharding.mesh_settings(), sizes, strict=True)))
-    return sharding.make_mesh(cfg, jax.devices()[: int(np.prod(sizes))])
+    cfg = dataclasses.replace(cfg or MeshConfig(), **dict(zip(mesh_settings(), sizes, strict=True)))
+    return devices_lib.make_mesh(cfg, jax.devices()[: int(np.prod(sizes))])
 
 
 @functools.cache
 def initial_params(cfg: Config) -> Any:
-    return jax.tree.map(np.asarray, P.init(model_params(cfg.model), jax.random.key(cfg.seed)))
+    return jax.tree.map(np.asarray, init_params(model_params(cfg.model), jax.random.key(cfg.seed)))
 
 
 @functools.cache
@@ -107,7 +110,7 @@ def fit(cfg: Config, batches: list, *, mesh: str = "1", params: Any = None) -> t
         state = start(params)
         history = []
         for batch in batches:
-            state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(mesh)))
+            state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
             history.append({k: float(v) for k, v in metrics.items() if k != "batch"})
     return history, jax.tree.map(np.asarray, state.params)
 
@@ -151,18 +154,18 @@ def steps_of(workdir: Path) -> list[int]:
 def launch(cfg: Config, workdir: Path, *, devices: int | None = 1, **options: Any) -> tuple[int, list[dict[str, Any]]]:
     """Trains as main does after parsing, on the first devices (None: all); (status, objects of metrics.jsonl)."""
     config.validate(cfg)
-    workdir = run.resolve(str(workdir))
+    workdir = resolve(str(workdir))
     job = job_lib.prepare(cfg, jax.devices()[:devices])
-    with run.locked(workdir) as lock:
-        run.begin(workdir, job.cfg, **options)
+    with lock_lib.locked(workdir) as lock:
+        begin(workdir, job.cfg, **options)
         status = train.train(job, workdir, lock)
     return status, json_lines(workdir / "metrics.jsonl")
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float, *, relative_to_largest: bool = False) -> None:
     """Every leaf within tolerance; `relative_to_largest`: within tolerance x max(1, largest absolute value of the leaf)."""
-    expected = dict(P.named(expected))
-    for name, a in P.named(actual):
+    expected = dict(named(expected))
+    for name, a in named(actual):
         a, e = np.asarray(a, np.float64), np.asarray(expected[name], np.float64)
         bound = tolerance * (max(1.0, np.abs(e).max(initial=0)) if relative_to_largest else 1.0)
         error = np.abs(a - e).max(initial=0)

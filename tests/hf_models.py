@@ -8,16 +8,18 @@ import jax
 from common import change, random_params
 from etils import epath
 
-from minitf import config, run
-from minitf.checkpoint import Checkpoints
+from minitf import config
 from minitf.config import Config
 from minitf.data.datasets import DataConfig
 from minitf.data.frame import of_tokenizer
-from minitf.data.tokenizer import Tokenizer, save_tokenizer
+from minitf.data.tokenizer import Tokenizer
+from minitf.data.tokenizer_files import save_tokenizer
 from minitf.huggingface.families import canonical
 from minitf.model.attention import AttentionConfig
 from minitf.model.mlp import MlpConfig
 from minitf.model.transformer import ModelConfig
+from minitf.runtime.checkpoint import Checkpoints
+from minitf.workdir import store_frame
 
 # 6 query and 2 key/value heads, and heads that together are wider than the model where the family can.
 BASE = ModelConfig(
@@ -98,7 +100,7 @@ def save_run(
         checkpoints.save(step, {"params": params}, {"config": dataclasses.asdict(cfg)})
     if tokenizer is not None:
         save_tokenizer(tokenizer, workdir)
-        run.store_frame(epath.Path(workdir), of_tokenizer(tokenizer))
+        store_frame(epath.Path(workdir), of_tokenizer(tokenizer))
     (workdir / "config.json").write_text(config.to_json(cfg))
     return jax.device_get(params)
 

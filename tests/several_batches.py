@@ -11,9 +11,11 @@ import sys
 import numpy as np
 from watched_rows import Watched
 
-from minitf import distributed, sharding
 from minitf.data import datasets, pipeline
 from minitf.data.store import Store
+from minitf.runtime import processes
+from minitf.sharding.devices import make_mesh
+from minitf.sharding.mesh import MeshConfig, batch_sharding
 
 
 def held(case):
@@ -21,7 +23,7 @@ def held(case):
     batch that were read for training]"""
     store = Store("counted", np.arange(case["rows"] * 4 + 1, dtype=np.uint16)[: case["tokens"]], 65536)
     cfg = datasets.DataConfig()
-    layout = sharding.batch_sharding(sharding.make_mesh(sharding.MeshConfig(**case["mesh"])))
+    layout = batch_sharding(make_mesh(MeshConfig(**case["mesh"])))
 
     def rows(batches, value):
         return [
@@ -48,6 +50,6 @@ def held(case):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    distributed.add_arguments(parser)
-    distributed.start(distributed.DistributedConfig(), parser.parse_args([]))
+    processes.add_arguments(parser)
+    processes.start(processes.DistributedConfig(), parser.parse_args([]))
     print(json.dumps([held(case) for case in json.loads(sys.argv[1])]))

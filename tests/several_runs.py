@@ -13,8 +13,10 @@ import sys
 import jax
 from watched_rows import Watched
 
-from minitf import checkpoint, sharding, train
+from minitf import startup, train
 from minitf.data import pipeline
+from minitf.runtime import checkpoint
+from minitf.sharding import devices
 
 
 def unreadable(rows, seq_len, cfg, seed, real=pipeline.training_rows):
@@ -45,9 +47,10 @@ if __name__ == "__main__":
     elif change == ["save"]:
         checkpoint.Checkpoints.save = unsaved
     elif change == ["hosts"]:
-        sharding.hosts = lambda devices: len({d.process_index for d in devices})
-        grid = sharding.mesh_utils.create_hybrid_device_mesh
-        sharding.mesh_utils.create_hybrid_device_mesh = functools.partial(grid, process_is_granule=True)
+        for module in (devices, startup):
+            module.host_count = lambda found: len({d.process_index for d in found})
+        grid = devices.mesh_utils.create_hybrid_device_mesh
+        devices.mesh_utils.create_hybrid_device_mesh = functools.partial(grid, process_is_granule=True)
     statuses = [status(arguments) for arguments in json.loads(commands)]
     print(statuses)
     sys.exit(max(statuses))

@@ -10,7 +10,7 @@ from common import run_module
 from etils import epath
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from minitf.metrics import json_lines
+from minitf.runtime.log import json_lines
 from tools import compare_runs
 from tools.chaos import launch, wait_for
 from tools.goodput import KINDS, spent

@@ -14,7 +14,7 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitf.checkpoint import CheckpointConfig, Checkpoints, DamagedError, SaveError, check_fit, loss_of
+from minitf.runtime.checkpoint import CheckpointConfig, Checkpoints, DamagedError, SaveError, check_fit, loss_of
 
 
 def tree(n: int = 0, size: int = 64) -> dict:

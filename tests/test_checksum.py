@@ -8,13 +8,13 @@ from common import MESHES, make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitf import checksum
+from minitf.runtime import digests
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "bool")
 
 
 def of(x) -> str:
-    (value,) = checksum.checksums({"x": jnp.asarray(x)}).values()
+    (value,) = digests.checksums({"x": jnp.asarray(x)}).values()
     return value
 
 
@@ -62,6 +62,6 @@ def test_knows_the_sign_of_zero_two_changed_places_and_a_scalar():
 
 def test_combined_depends_on_every_array_below_the_prefix():
     arrays = {"params/a": {"checksum": "1"}, "params/b": {"checksum": "2"}, "opt/a": {"checksum": "3"}}
-    whole = checksum.combined(arrays, "params/")
-    assert whole != checksum.combined(arrays | {"params/b": {"checksum": "4"}}, "params/")
-    assert whole == checksum.combined(arrays | {"opt/a": {"checksum": "4"}}, "params/")
+    whole = digests.combined(arrays, "params/")
+    assert whole != digests.combined(arrays | {"params/b": {"checksum": "4"}}, "params/")
+    assert whole == digests.combined(arrays | {"opt/a": {"checksum": "4"}}, "params/")

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from minitf import config, run, train
-from minitf.data import pipeline
-from minitf.metrics import StartUp
+from minitf import config, train
+from minitf.runtime.log import StartUp
+from minitf.workdir import begin, load_model, resolve, use_compilation_cache
 from tests.common import ROOT, TINY, change, run_module, series
 from tools import compare_runs
 
@@ -283,7 +283,7 @@ def test_a_link_is_taken_away_but_not_what_it_points_to(workdir, tmp_path):
     workdir.mkdir()
     (workdir / "checkpoints").symlink_to(tmp_path / "disk")
     (workdir / "metrics.jsonl").symlink_to("gone")
-    run.begin(run.resolve(str(workdir)), TINY, overwrite=True)
+    begin(resolve(str(workdir)), TINY, overwrite=True)
     assert (tmp_path / "disk/7/state").read_text() == "precious"
     assert [p.name for p in workdir.iterdir()] == ["config.json"]
 
@@ -291,7 +291,7 @@ def test_a_link_is_taken_away_but_not_what_it_points_to(workdir, tmp_path):
 def test_directory_with_a_users_own_files_is_free(workdir):
     workdir.mkdir()
     (workdir / "notes.txt").write_text("mine")
-    assert run.begin(run.resolve(str(workdir)), TINY) == (False, [])
+    assert begin(resolve(str(workdir)), TINY) == (False, [])
     assert (workdir / "notes.txt").read_text() == "mine"
 
 
@@ -300,7 +300,7 @@ def test_work_directory_may_be_given_in_any_form(form, workdir, tmp_path, monkey
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert str(run.resolve(form.format(name=tmp_path.name, path=tmp_path))) == str(workdir.resolve())
+    assert str(resolve(form.format(name=tmp_path.name, path=tmp_path))) == str(workdir.resolve())
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ def test_bad_id_of_the_validation_split_is_found_before_training(long, refused, 
     ids[0 if long else -1] = 64
     ids.tofile(tmp_path / "val.bin")
     if long:
-        monkeypatch.setattr(pipeline, "CHECKED", 100)
+        monkeypatch.setattr("minitf.data.pipeline.CHECKED", 100)
     settings = ["data.kind=tokens", f"data.path={tmp_path}", "eval_every=5", "eval_batches=1"]
     message = refused(*(f"--config.{s}" for s in settings))
     assert f"val.bin: id 64 at token {0 if long else 2559} is not below the vocabulary size 64" in message
@@ -673,7 +673,7 @@ def test_P36_signal_ends_after_a_whole_step_saves_it_and_the_same_command_goes_o
         assert f"resuming after step {last} of {last + 3}" in cli(*more).out
         whole = workdir.parent / "whole"
         assert cli(*more, "--workdir", whole).status == 0
-    lines, equal = compare_runs.compare(*(compare_runs.read(run.resolve(str(w))) for w in (workdir, whole)))
+    lines, equal = compare_runs.compare(*(compare_runs.read(resolve(str(w))) for w in (workdir, whole)))
     assert equal, lines
     assert f"train/loss: equal in all {last + 3} steps that both recorded, 1 to {last + 3}" in lines
 
@@ -695,7 +695,7 @@ def test_P30_a_full_disk_ends_the_run_with_the_reason_and_the_earlier_checkpoint
         rf"error: the checkpoint of step \d+ could not be written: File too large; the newest complete checkpoint is of step {good}\n",
         err,
     )
-    assert run.load_model(workdir).step == good
+    assert load_model(workdir).step == good
 
 
 def test_max_run_time_ends_with_status_3_after_saving(cli, workdir):
@@ -722,7 +722,7 @@ def test_compiled_programs_are_kept_beside_the_work_directory(setting, variable,
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     if variable is not None:
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", variable)
-    run.use_compilation_cache(setting, run.resolve("runs/a"))
+    use_compilation_cache(setting, resolve("runs/a"))
     expected = directory and directory.format(runs=tmp_path / "runs", here=tmp_path)
     assert updates.get("jax_compilation_cache_dir") == expected
 

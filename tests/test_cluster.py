@@ -5,8 +5,8 @@ import re
 import pytest
 from jax._src import clusters  # what JAX makes of what it gets
 
-from minitf import cluster
-from minitf.cluster import Machine, detect, share, tasks_on_node
+from minitf.runtime import cluster
+from minitf.runtime.cluster import Machine, detect, share, tasks_on_node
 
 PLAIN = Machine(gpus=0, tpu=False, packages=frozenset())
 GPUS = PLAIN._replace(gpus=4)

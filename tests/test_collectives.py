@@ -7,12 +7,15 @@ from collections import Counter
 import jax
 import pytest
 from common import MESHES, TINY, change
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
-from minitf import hlo, plan, sharding
-from minitf.model import transformer
+from minitf import job as job_lib
 from minitf.params import Param
-from minitf.sharding import RULES
+from minitf.plan import hlo
+from minitf.plan.program import abstract_batch, compile_step, job_of
+from minitf.sharding.mesh import BATCH, batch_shards, surroundings
+from minitf.sharding.rules import RULES
+from minitf.sharding.seams import constrain
 
 # Weights are larger than what a row of the batch is reduced to, and each kind of array has a size of its own.
 CFG = change(
@@ -30,7 +33,7 @@ SMALL_IN_ALL = 4096  # bytes
 def on(mesh, **changes):
     data, fsdp, tensor = MESHES[mesh]
     cfg = change(CFG, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor, **changes)
-    return plan.job_of(cfg, jax.devices()[: data * fsdp * tensor])
+    return job_of(cfg, jax.devices()[: data * fsdp * tensor])
 
 
 def declarations(specs):
@@ -43,7 +46,7 @@ def implied(job):
     """(kind, mesh axes, bytes) -> how many such arrays a step sends on a device."""
     cfg, sizes = job.cfg, job.mesh.shape
     wide = lambda axes: tuple(a for a in axes if sizes[a] > 1)
-    batch, shards = wide(sharding.BATCH), sharding.batch_shards(job.mesh)
+    batch, shards = wide(BATCH), batch_shards(job.mesh)
     activation = cfg.batch_size // shards * cfg.seq_len * cfg.model.dim * 4
     again = cfg.model.remat == "full"  # the backward pass forms products anew
     budget = Counter()
@@ -69,7 +72,7 @@ def implied(job):
 
 def sent(job):
     """(the same of the compiled step, arrays below SMALL left out; bytes of these)"""
-    compiled, _ = plan.compile_step(job)
+    compiled, _ = compile_step(job)
     module = hlo.parse(compiled.as_text())
     run = hlo.runs(module)
     assert len(run.unknown) <= 1  # the update, which runs at most once
@@ -105,7 +108,7 @@ def test_one_device_sends_nothing():
 
 def test_a_gather_by_accident_is_seen(monkeypatch):
     job = on("2x2x2")
-    monkeypatch.setattr(transformer, "pin", lambda x: sharding.constrain(x, PartitionSpec()))
+    monkeypatch.setattr("minitf.model.transformer.pin", lambda x: constrain(x, P()))
     found, _ = sent(job)
     assert found - implied(job)
 
@@ -113,9 +116,9 @@ def test_a_gather_by_accident_is_seen(monkeypatch):
 def test_weights_travel_in_the_compute_dtype_where_the_device_has_it():
     """XLA's CPU compiler does 16-bit collectives in float32; what is asked of it is 16 bits, cast before they are gathered."""
     job = on("fsdp8", model__dtype="bfloat16")
-    functions = plan.job_lib.program(job)
-    with sharding.surroundings(job.mesh, job.cfg.model.dtype):
-        text = functions.step.lower(functions.state, plan.abstract_batch(job)).as_text()
+    functions = job_lib.program(job)
+    with surroundings(job.mesh, job.cfg.model.dtype):
+        text = functions.step.lower(functions.state, abstract_batch(job)).as_text()
     dims = "x".join(map(str, dataclasses.replace(job.specs["blocks"][0]["mlp"]["gate"], stack=()).shape))
     constraints = [line for line in text.splitlines() if "sharding_constraint" in line and f"tensor<{dims}x" in line]
     assert constraints

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from common import ROOT, change
 
-from minitf import command_line, config, settings
+from minitf import checks, command_line, config, settings
 from minitf.config import Config
 from minitf.settings import flat
 from tools import document_settings
@@ -251,7 +251,7 @@ def test_help_describes_every_setting_with_default_limits_and_kinds(capsys):
         assert f"--config.{f.name}: " in out
         assert f.setting.meaning in out
         assert command_line.limits(f) in out
-        for kind, meaning in settings.kinds(f.setting).items():
+        for kind, meaning in checks.kinds(f.setting).items():
             assert f"{kind}: {meaning}" in out
 
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from common import ROOT, TINY, change
 
-from minitf import command_line, config, settings
-from minitf import params as P
+from minitf import checks, command_line, config, settings
 from minitf.config import Config
 from minitf.data.store import TOKENS
-from minitf.distributed import Watchdog
 from minitf.model.transformer import model_params
-from minitf.optimizer import make_optimizer, make_schedule
-from minitf.step import row_sums
+from minitf.params import abstract_params
+from minitf.runtime.watch import Watchdog
+from minitf.training.optimizer import make_optimizer, make_schedule
+from minitf.training.step import row_sums
 from tools.fuzz_config import replace
 
 FIELDS = settings.fields(Config)
@@ -242,7 +242,7 @@ EXTREMES = {int: (0, 2**31 - 1, 2**31, 2**63, -(2**63)), float: (-0.0, 1e-300, 1
 
 def with_a_reader(cfg: Config, name: str) -> Config:
     """The config with kinds that read this setting."""
-    for choice in settings.choices(Config):
+    for choice in checks.choices(Config):
         readers = [kind for kind, entry in choice.table.items() if name in map(choice.full, entry.reads)]
         chosen = choice.settings[-1]
         if readers and settings.flat(cfg)[chosen] not in readers:
@@ -276,7 +276,7 @@ def test_an_extreme_number_is_refused_at_once_or_works(field):
             assert 0 < watchdog.limit() + 2 < threading.TIMEOUT_MAX
         elif field.name in TRACED:
             batch = {name: jax.ShapeDtypeStruct((8, 16), kind) for name, kind in TOKENS.items()}
-            jax.eval_shape(functools.partial(row_sums, cfg=cfg), P.abstract(model_params(cfg.model)), batch)
+            jax.eval_shape(functools.partial(row_sums, cfg=cfg), abstract_params(model_params(cfg.model)), batch)
 
 
 TRACED = [s.name for s in NUMBERS if s.name.startswith(("model.attention.", "loss.")) or s.name == "model.unroll"]

@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 from common import ROOT
 
-from minitf import config, params
+from minitf import config
 from minitf.model.transformer import model_params
+from minitf.params import count_params
 
 FILES = sorted(p.name for p in (ROOT / "configs").glob("*.py"))
 
@@ -31,12 +32,12 @@ def test_every_config_is_valid_and_begins_with_its_command(file):
     ],
 )
 def test_parameter_counts(file, count):
-    assert params.count(model_params(load(file).model))["total"] == count
+    assert count_params(model_params(load(file).model))["total"] == count
 
 
 def count_on_65_symbols(cfg):
     sized = dataclasses.replace(cfg.model, vocab_size=65, max_seq_len=cfg.seq_len)
-    return params.count(model_params(sized))["total"]
+    return count_params(model_params(sized))["total"]
 
 
 @pytest.mark.parametrize(("file", "count"), [("char_cpu.py", 804_096), ("char_fast.py", 449_664)])

@@ -9,13 +9,13 @@ import pytest
 from common import TINY, change
 
 from minitf import config
-from minitf.distributed import StopRequest, Watchdog, WatchdogConfig, process_age, start_ticks, stop_on_signals
+from minitf.runtime.watch import StopRequest, Watchdog, WatchdogConfig, process_age, start_ticks, stop_on_signals
 
 STALL = """
 import sys, threading
-from minitf import distributed
-distributed.REARM = 0.0
-w = distributed.Watchdog(distributed.WatchdogConfig(factor=2.0, at_least=0.3, exit={exit}))
+from minitf.runtime import watch
+watch.REARM = 0.0
+w = watch.Watchdog(watch.WatchdogConfig(factor=2.0, at_least=0.3, exit={exit}))
 def collective_that_never_ends(): threading.Event().wait({wait})
 for step in range(1, 4): w.beat(step)
 collective_that_never_ends()
@@ -44,7 +44,7 @@ def test_a_step_that_takes_too_long_can_end_the_process():
 
 def test_the_limit_follows_the_runs_own_steps(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("minitf.distributed.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("minitf.runtime.watch.time.monotonic", lambda: now[0])
     watchdog = Watchdog(WatchdogConfig(factor=10.0, at_least=5.0))
     limits = []
     for step, took in enumerate([0.0, 1.0, 1.0, 1.0, 100.0, 1.0], 1):

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from common import change, launch, make_mesh, random_params, run_module, text_config
 
-from minitf import evaluate, run
+from minitf import evaluate, harness
 from minitf.data.frame import of_ids, of_tokenizer
 from minitf.data.store import Store
+from minitf.data.texts import tokenized
 from minitf.data.tokenizer import ByteTokenizer
 from minitf.model import reference
 from minitf.model.transformer import model as forward
+from minitf.training.evaluation import scores
+from minitf.workdir import Model, load_model
 
 BYTES = ByteTokenizer()
 FRAME = of_tokenizer(BYTES)
@@ -22,11 +25,10 @@ TEXTS = [b"first document", b"", b"the second one is longer than a row, " * 3, "
 def model(tmp_path_factory):
     """A model over bytes with random parameters, and its config."""
     cfg = change(text_config(tmp_path_factory.mktemp("none")), model__vocab_size=259, model__max_seq_len=48)
-    return run.Model(cfg, random_params(cfg.model), 0)
+    return Model(cfg, random_params(cfg.model), 0)
 
 
 def text_store(texts):
-    from minitf.data.datasets import tokenized
 
     return tokenized("texts", [(str(i), t) for i, t in enumerate(texts)], BYTES, FRAME)
 
@@ -81,14 +83,13 @@ def test_a_document_does_not_see_the_others(model):
 def test_the_standard_error_is_that_of_a_ratio_over_rows(model):
     data = evaluate.documents_of("texts", text_store(TEXTS), FRAME, FRAME, None)
     found = evaluate.score(model, data, make_mesh("1"), context=16, batch_size=4)
-    sums = evaluate.sums_of(model, data, make_mesh("1"), context=16, row_length=16, batch_size=4)
+    sums = evaluate.dataset_sums(model, data, make_mesh("1"), context=16, row_length=16, batch_size=4)
     loss, n = sums["nats"].sum() / sums["tokens"].sum(), len(sums["nats"])
     residuals = sums["nats"] - loss * sums["tokens"]
     assert found["standard_error"] == pytest.approx(
         math.sqrt(n / (n - 1) * (residuals**2).sum()) / sums["tokens"].sum(), rel=1e-9
     )
     # Rows of equal length: the textbook's standard error of a mean.
-    from minitf.step import scores
 
     rows = np.random.default_rng(0).random(50)
     equal = scores({"nats": rows * 16, "tokens": np.full(50, 16.0)})
@@ -181,9 +182,8 @@ def test_text_that_the_tokenizer_does_not_know_is_refused(trained, tmp_path, cap
 
 def test_log_likelihoods_are_those_of_the_plain_forward(model):
     pytest.importorskip("lm_eval")
-    from minitf import harness
 
-    lm = harness.Model(model, BYTES, make_mesh("1"), batch_size=3)
+    lm = harness.HarnessModel(model, BYTES, make_mesh("1"), batch_size=3)
     rng = np.random.default_rng(0)
     requests = [
         (None, rng.integers(0, 256, n).tolist(), rng.integers(0, 256, m).tolist())
@@ -204,9 +204,7 @@ def test_rolling_log_likelihood_agrees_with_bits_per_byte(model):
     pytest.importorskip("lm_eval")
     from types import SimpleNamespace
 
-    from minitf import harness
-
-    lm = harness.Model(model, BYTES, make_mesh("1"))
+    lm = harness.HarnessModel(model, BYTES, make_mesh("1"))
     # Of a longer text the harness gives the last piece more context than one token.
     texts = [t for t in TEXTS if 0 < len(t) <= 48]
     found = lm.loglikelihood_rolling([SimpleNamespace(args=(t.decode(),)) for t in texts])
@@ -219,9 +217,7 @@ def test_greedy_text_is_that_of_the_plain_forward_and_ends_at_a_stop_string(mode
     pytest.importorskip("lm_eval")
     from types import SimpleNamespace
 
-    from minitf import harness
-
-    lm = harness.Model(model, BYTES, make_mesh("1"))
+    lm = harness.HarnessModel(model, BYTES, make_mesh("1"))
     ids = list(b"some context")
     step = jax.jit(lambda ids: forward(model.params, ids, model.cfg.model)[0, -1, : BYTES.vocab_size].argmax())
     for _ in range(4):
@@ -258,7 +254,7 @@ def test_a_local_task_runs_offline_on_a_trained_model(trained, tmp_path):
     results = json.loads(done.stdout.splitlines()[-1])["results"]
     lm_accuracy = results["letters"]["acc,none"]
     # By hand: the choice with the higher likelihood.
-    loaded = run.load_model(trained / "bytes")
+    loaded = load_model(trained / "bytes")
     right = 0
     for q in questions:
         scores = []

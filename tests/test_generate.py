@@ -9,9 +9,10 @@ import jax
 import pytest
 from common import change, launch, series, text_config
 
-from minitf import config, generate, run
+from minitf import config, generate
 from minitf import job as job_lib
-from minitf.metrics import json_lines
+from minitf.runtime.log import json_lines
+from minitf.workdir import load_model
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_without_a_number_the_text_fills_what_the_model_tells_apart(said):
     [
         (["--prompt", "the ", "--max_new_tokens", "61"], "a prompt of 4 tokens and max_new_tokens=61: 4 + 61 > model.max_seq_len=64"),
         (["--prompt", "a", "--max_new_tokens", "0"], "--max_new_tokens=0: must be at least 1"),
-        (["--prompt", "a", "--top_k", "-1"], "--top_k=-1: must be a whole number of at least 0 (0: off)"),
+        (["--prompt", "a", "--top_k", "-1"], "--top_k=-1: must be at least 0"),
         (["--prompt", "a", "--seed", "-1"], "--seed=-1: must be from 0 to"),
         (["--prompt", "a", "--stop", ""], "--stop: an empty text"),
         (["--prompt", "a", "--log_probs"], "--log_probs: is for --json"),
@@ -190,7 +191,7 @@ def test_P24_P25_samples_leave_training_as_it_is_and_stand_beside_evaluation_and
     assert {e["step"] for e in json_lines(tmp_path / "b/events.jsonl") if e["event"] == "sample"} == {1, 2, 3, 4, 5}
     # What was saved is what the update gave: the same as without samples.
     for step in (4, 5):
-        a, b = (run.load_model(tmp_path / name, step).params for name in "ab")
+        a, b = (load_model(tmp_path / name, step).params for name in "ab")
         assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), a, b))
 
 
@@ -204,8 +205,8 @@ def test_samples_come_at_their_steps_and_after_the_last(corpus, tmp_path):
     ("changes", "message"),
     [
         (dict(sample_every=0), "sample_every=0: must be at least 1"),
-        (dict(sample_every=1, sample__prompts=()), "sample.prompts=.*: must be at least one text"),
-        (dict(sample_every=1, sample__temperature=-1.0), "sample.temperature=-1.0: must be from 0"),
+        (dict(sample_every=1, sample__prompts=()), "sample.prompts=.*: must hold at least one"),
+        (dict(sample_every=1, sample__temperature=-1.0), "sample.temperature=-1.0: must be at least 0"),
         (dict(sample__top_k=3), "has no effect where sample_every=None"),
     ],
 )

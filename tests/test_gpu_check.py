@@ -8,7 +8,8 @@ from common import run_module
 
 from minitf import config
 from minitf.model import kernels
-from minitf.model.transformer import REMAT
+from minitf.model.remat import REMAT
+from minitf.params import count_params
 from tools import gpu_check
 
 SMALL = {"seq_len": 128, "head_dim": 8}
@@ -29,7 +30,7 @@ def test_every_policy_is_measured_with_every_shape_by_a_config_that_is_valid(tin
 
 
 def test_shapes_have_the_parameters_that_they_are_named_for():
-    count = {name: gpu_check.P.count(gpu_check.model_params(m))["total"] for name, (m, _) in gpu_check.SHAPES.items()}
+    count = {name: count_params(gpu_check.model_params(m))["total"] for name, (m, _) in gpu_check.SHAPES.items()}
     assert 115e6 < count["124M"] < 130e6
     assert 330e6 < count["350M"] < 370e6
     assert 1.0e9 < count["1B"] < 1.2e9
@@ -48,7 +49,7 @@ def test_attention_is_right_and_what_cannot_run_here_is_named():
 
 def test_wrong_attention_is_seen(monkeypatch):
     blind = lambda q, k, v, mask, *rest: kernels.jax_mix("xla", q, k, v, mask._replace(window=None), *rest[:1])
-    monkeypatch.setitem(kernels.IMPLEMENTATIONS, "xla", kernels.Kernel(blind))
+    monkeypatch.setitem(kernels.IMPLEMENTATIONS, "xla", kernels.Kernel("sees too much", blind))
     found = gpu_check.correctness(SMALL)
     assert found["right"] == {"reference": True, "blocked": True, "xla": False}
     assert "WRONG" in gpu_check.line("attention", found)
@@ -68,7 +69,7 @@ def test_nothing_is_begun_when_the_time_is_up_and_all_figures_are_written(monkey
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["results"] == {"attention": {"device": "toy", "failed": "stopped"}}
     assert len(found["left_out"]) == len(gpu_check.requests(True)) - 1
-    assert "left out: train tiny none" in capsys.readouterr().out
+    assert "left out: train tiny products" in capsys.readouterr().out
 
 
 def test_a_measurement_that_does_not_end_is_stopped():

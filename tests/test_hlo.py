@@ -9,7 +9,7 @@ from common import make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitf import hlo
+from minitf.plan import hlo
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 1}
 
@@ -371,7 +371,7 @@ def test_the_largest_arrays_are_those_in_main_memory_with_where_they_come_from()
         "%e = f32[128] get-tuple-element(%d), index=0",
         "ROOT %w = (f32[1024]) while(%x), condition=%c, body=%b",
     )
-    assert [tuple(a) for a in hlo.arrays(*read(text))] == [
+    assert [tuple(a) for a in hlo.formed_arrays(*read(text))] == [
         ("f32[64,8]", 2048, "jit(f)/mul", 2),
         ("f32[128]", 512, "jit(f)/add", 1),
         ("f32[2]", 8, "jit(f)/add", 1),

@@ -15,8 +15,9 @@ from common import ROOT, TINY, assert_close, change, launch, run_module, text_co
 from hf_models import BASE, GPT2, MODELS, save_run
 from safetensors.numpy import load_file, save_file
 
-from minitf import evaluate, run
-from minitf.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
+from minitf import evaluate
+from minitf.data.tokenizer import ByteTokenizer, CharTokenizer
+from minitf.data.tokenizer_files import load_tokenizer
 from minitf.huggingface import convert
 from minitf.huggingface import folder as files
 from minitf.huggingface.__main__ import main
@@ -25,6 +26,7 @@ from minitf.huggingface.families import FAMILIES, canonical, fitting, misfits, r
 from minitf.model import attention as attention_lib
 from minitf.model.transformer import model as logits_of
 from minitf.params import named
+from minitf.workdir import load_model
 
 
 def exported(tmp_path, name="llama", **options):
@@ -62,7 +64,7 @@ def test_round_trip_is_exact(name, tmp_path):
     _, hf, params = exported(tmp_path, name)
     assert json.loads((hf / "config.json").read_text())["model_type"] == family
     done = import_model(hf, tmp_path / "back")
-    cfg, back, step, _ = run.load_model(tmp_path / "back")
+    cfg, back, step, _ = load_model(tmp_path / "back")
     assert (done.family, step) == (family, 0)
     assert cfg.model == canonical(model)
     assert_same(back, params)
@@ -85,7 +87,7 @@ def test_shards_hold_the_same(name, tmp_path):
     assert sum(sizes) == index["metadata"]["total_size"]
     assert all(size <= 30_000 for size in sizes)
     import_model(hf, tmp_path / "back")
-    assert_same(run.load_model(tmp_path / "back").params, params)
+    assert_same(load_model(tmp_path / "back").params, params)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -97,7 +99,7 @@ def test_sixteen_bits_are_read_exactly(dtype, tmp_path):
     stored = load_file(hf / "model.safetensors")
     assert {a.dtype for a in stored.values()} == {numbers}
     import_model(hf, tmp_path / "back", dtype="bfloat16")
-    cfg, back, _, _ = run.load_model(tmp_path / "back")
+    cfg, back, _, _ = load_model(tmp_path / "back")
     assert cfg.model.dtype == "bfloat16"  # of the computation; the parameters stay float32
     rounded = jax.tree.map(lambda a: a.astype(ml_dtypes.bfloat16).astype(numbers).astype(np.float32), params)
     assert_same(back, rounded)
@@ -105,11 +107,11 @@ def test_sixteen_bits_are_read_exactly(dtype, tmp_path):
 
 
 def test_tensors_are_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "CHUNK", 4 * 48 * 3)  # three rows of most
+    monkeypatch.setattr("minitf.huggingface.folder.READ_BYTES", 4 * 48 * 3)  # three rows of most
     for name in ("llama_biases_stretched", "gpt2"):
         _, hf, params = exported(tmp_path / name, name)
         import_model(hf, tmp_path / name / "back")
-        assert_same(run.load_model(tmp_path / name / "back").params, params)
+        assert_same(load_model(tmp_path / name / "back").params, params)
 
 
 def test_layers_go_to_their_places(tmp_path):
@@ -146,7 +148,7 @@ def test_P51_consecutive_query_heads_read_one_key_value_head_after_import(tmp_pa
 
     edit(tmp_path / "hf", values_10_and_20)
     import_model(tmp_path / "hf", tmp_path / "back")
-    cfg, params, _, _ = run.load_model(tmp_path / "back")
+    cfg, params, _, _ = load_model(tmp_path / "back")
     layer = jax.tree.map(lambda a: a[0], params["blocks"][0]["attention"])
     full = attention_lib.ATTENTION["full"]
     y, _ = attention_lib.attention(layer, jnp.ones((1, 3, 16)), cfg.model.attention, attention_lib.Context(), full)
@@ -158,7 +160,7 @@ def test_P52_tied_embeddings_are_one_tensor_and_one_leaf_with_both_gradients(tmp
     assert json.loads((hf / "config.json").read_text())["tie_word_embeddings"] is True
     assert "lm_head.weight" not in load_file(hf / "model.safetensors")
     import_model(hf, tmp_path / "back")
-    cfg, params, _, _ = run.load_model(tmp_path / "back")
+    cfg, params, _, _ = load_model(tmp_path / "back")
     assert "head" not in params
     tokens = jnp.arange(24).reshape(2, 12) % 64
     loss = lambda params, cfg: jnp.mean(jax.nn.log_softmax(logits_of(params, tokens, cfg))[..., 3])
@@ -226,7 +228,7 @@ def test_known_extras_are_left_out_by_name(tmp_path):
         _, hf, params = exported(tmp_path / name, name)
         edit(hf, lambda tensors, extras=extras: tensors.update({n: np.ones((1, 1, 4, 4), np.float32) for n in extras}))
         import_model(hf, tmp_path / name / "back")
-        assert_same(run.load_model(tmp_path / name / "back").params, params)
+        assert_same(load_model(tmp_path / name / "back").params, params)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
@@ -235,7 +237,7 @@ def test_a_stored_head_of_a_tied_model_must_be_its_embedding(name, tmp_path):
     embedding = FAMILIES[MODELS[name][0]].names["embedding"]
     edit(hf, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].copy()}))
     import_model(hf, tmp_path / "back")
-    assert_same(run.load_model(tmp_path / "back").params, params)
+    assert_same(load_model(tmp_path / "back").params, params)
     edit(hf, lambda tensors: tensors["lm_head.weight"].__setitem__((63, 47), 0.5))
     with pytest.raises(ValueError, match=f"lm_head.weight is not {embedding}.*set tie_word_embeddings to false"):
         import_model(hf, tmp_path / "other")
@@ -253,7 +255,7 @@ def test_a_folder_without_the_prefix_of_a_head_is_read(name, tmp_path):
 
     edit(hf, strip)
     import_model(hf, tmp_path / "back")
-    assert_same(run.load_model(tmp_path / "back").params, params)
+    assert_same(load_model(tmp_path / "back").params, params)
 
 
 # ---- files
@@ -282,7 +284,7 @@ def test_a_link_inside_the_folder_is_read(tmp_path):
     shutil.move(hf / first, hf / "blobs/0")
     (hf / first).symlink_to("blobs/0")
     import_model(hf, tmp_path / "back")
-    assert_same(run.load_model(tmp_path / "back").params, params)
+    assert_same(load_model(tmp_path / "back").params, params)
 
 
 def test_files_that_are_not_there_or_not_whole_are_named(tmp_path):
@@ -368,7 +370,7 @@ def test_a_setting_can_be_ignored_by_name(tmp_path):
     _, hf, params = exported(tmp_path)
     edit(hf, num_experts=8)
     import_model(hf, tmp_path / "back", ignore=("num_experts",))
-    assert_same(run.load_model(tmp_path / "back").params, params)
+    assert_same(load_model(tmp_path / "back").params, params)
 
 
 # As the hub has them: https://huggingface.co/{meta-llama/Llama-3.2-1B, mistralai/Mistral-7B-v0.1, Qwen/Qwen2.5-0.5B,
@@ -505,7 +507,7 @@ def test_an_equivalent_pattern_is_the_same_model(tmp_path):
     params = save_run(tmp_path / "run", model)
     export_model(tmp_path / "run", tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "back")
-    cfg, back, _, _ = run.load_model(tmp_path / "back")
+    cfg, back, _, _ = load_model(tmp_path / "back")
     assert cfg.model == canonical(BASE)
     (stack,) = back["blocks"]
     for layer, (place, index) in enumerate([(0, 0), (1, 0), (0, 1)]):
@@ -557,7 +559,7 @@ def test_an_imported_model_is_scored_and_trained_on(tmp_path, capsys, corpus):
     export_model(tmp_path / "run", tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "w")
     assert (tmp_path / "w/tokenizer.json").read_bytes() == (tmp_path / "hf/tokenizer.json").read_bytes()
-    cfg = run.load_model(tmp_path / "w").cfg
+    cfg = load_model(tmp_path / "w").cfg
     assert (cfg.seq_len, cfg.model.max_seq_len) == (16, 16)
 
     results = []
@@ -575,7 +577,7 @@ def test_an_imported_model_is_scored_and_trained_on(tmp_path, capsys, corpus):
     assert status == 0
     _, again = launch(dataclasses.replace(train, init_from=str(tmp_path / "run")), tmp_path / "tuned_from_run")
     assert [x.get("train/loss") for x in lines] == [x.get("train/loss") for x in again]
-    assert_same(run.load_model(tmp_path / "w").params, params)
+    assert_same(load_model(tmp_path / "w").params, params)
     with pytest.raises(ValueError, match=r"data\.kind: none -> text"):
         launch(dataclasses.replace(train, init_from=None), tmp_path / "w")
 
@@ -584,7 +586,7 @@ def test_an_imported_model_has_at_most_so_many_positions_in_a_row(tmp_path):
     save_run(tmp_path / "run", change(BASE, max_seq_len=5000))
     export_model(tmp_path / "run", tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "w")
-    cfg = run.load_model(tmp_path / "w").cfg
+    cfg = load_model(tmp_path / "w").cfg
     assert (cfg.seq_len, cfg.model.max_seq_len, cfg.data.kind, cfg.steps) == (2048, 5000, "none", 0)
 
 
@@ -598,7 +600,7 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path):
     (tmp_path / "w/notes.txt").write_text("mine")
     edit(hf, lambda tensors: tensors["model.norm.weight"].fill(0.5))
     import_model(hf, tmp_path / "w", overwrite=True)
-    assert np.all(run.load_model(tmp_path / "w").params["final_norm"]["scale"] == 0.5)
+    assert np.all(load_model(tmp_path / "w").params["final_norm"]["scale"] == 0.5)
     assert (tmp_path / "w/notes.txt").read_text() == "mine"
     assert not (tmp_path / "w/lock.json").exists()
     with pytest.raises(ValueError, match=r"is there already; give another directory"):
@@ -621,13 +623,13 @@ def test_an_interrupted_import_is_no_run(at, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             import_model(hf, tmp_path / "w")
     with pytest.raises(ValueError, match=r"no config\.json, so no run"):
-        run.load_model(tmp_path / "w")
+        load_model(tmp_path / "w")
     assert {p.name for p in (tmp_path / "w").iterdir()} <= {"checkpoints", "tokenizer.json", "frame.json"}
     if at == "write_whole":
         with pytest.raises(ValueError, match=r"holds checkpoints, frame\.json; give another directory, or --overwrite"):
             import_model(hf, tmp_path / "w")
     import_model(hf, tmp_path / "w", overwrite=True)
-    assert_same(run.load_model(tmp_path / "w").params, params)
+    assert_same(load_model(tmp_path / "w").params, params)
 
 
 def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
@@ -706,7 +708,7 @@ def test_command_line_there_and_back(tmp_path):
     out = run_module("minitf.huggingface", "import", tmp_path / "hf", tmp_path / "w", "--dtype", "bfloat16")
     assert out.returncode == 0, out.stderr
     assert f"{tmp_path / 'w'}: llama, {n:,} parameters in float32, computed in bfloat16, from" in out.stdout
-    assert_same(run.load_model(tmp_path / "w").params, params)
+    assert_same(load_model(tmp_path / "w").params, params)
 
 
 @pytest.mark.parametrize(
@@ -737,7 +739,7 @@ def test_a_family_can_be_chosen(tmp_path):
     export_model(tmp_path / "run", tmp_path / "hf", family="mistral")
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "mistral"
     import_model(tmp_path / "hf", tmp_path / "w")
-    cfg, back, _, _ = run.load_model(tmp_path / "w")
+    cfg, back, _, _ = load_model(tmp_path / "w")
     assert cfg.model == canonical(BASE)
     assert_same(back, params)
 
@@ -761,7 +763,7 @@ def test_a_full_disk_is_one_message(tmp_path, monkeypatch, capsys):
     assert main(["import", str(hf), str(tmp_path / "w")]) == 1
     assert "No space left on device" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"no config\.json, so no run"):
-        run.load_model(tmp_path / "w")
+        load_model(tmp_path / "w")
 
 
 # ---- memory

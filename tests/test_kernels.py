@@ -16,11 +16,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from minitf import job as job_lib
-from minitf import sharding
-from minitf import step as step_lib
 from minitf.model import kernels
+from minitf.model.choose import choose
 from minitf.model.kernels import Mask, Needs, Scores
-from minitf.model.transformer import REMAT, model_params
+from minitf.model.remat import REMAT
+from minitf.model.transformer import model_params
+from minitf.sharding.devices import make_mesh as mesh_of
+from minitf.sharding.mesh import AXES, BATCH, MeshConfig, batch_sharding, surroundings
+from minitf.sharding.rules import shardings
+from minitf.training import step
 
 B, S, H, G, K = 2, 256, 4, 2, 128
 SPLASH = Scores(block_q=128, block_kv=128)
@@ -64,7 +68,7 @@ NEEDS = Needs(dtype="bfloat16", length=256, head_dim=128)
     ],
 )
 def test_auto_takes_the_first_that_can(platform, needs, chosen):
-    assert kernels.choose("auto", platform, NEEDS._replace(**needs)) == chosen
+    assert choose("auto", platform, NEEDS._replace(**needs)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -93,7 +97,7 @@ def test_auto_takes_the_first_that_can(platform, needs, chosen):
 )
 def test_an_explicit_kernel_is_never_replaced(name, platform, needs, why):
     with pytest.raises(ValueError) as e:
-        kernels.choose(name, platform, NEEDS._replace(**needs))
+        choose(name, platform, NEEDS._replace(**needs))
     assert f"model.attention.implementation={name}: {why}" in str(e.value)
     assert "; these can: auto, reference" in str(e.value)
 
@@ -114,7 +118,7 @@ class Tpu:
 def test_the_kernel_of_a_step_follows_the_devices_of_its_mesh():
     cfg = change(TINY, seq_len=256, model__max_seq_len=256)
     here = make_mesh("1")
-    there = jax.sharding.Mesh(np.array([[[[Tpu()]]]]), tuple(sharding.AXES))
+    there = jax.sharding.Mesh(np.array([[[[Tpu()]]]]), tuple(AXES))
     assert job_lib.implementation(cfg, here) == "blocked"
     assert job_lib.implementation(cfg, there) == "splash"
     dropping = change(cfg, model__dropout=0.1)
@@ -184,8 +188,8 @@ def test_on_a_mesh_each_device_mixes_its_rows_and_heads(interpreted):
     mesh, mask = make_mesh("2x2x2"), Mask(100, documents(4))
     arrays = operands(rows=4)
     run = jax.jit(lambda segments, *arrays: mixed("splash", SPLASH, Mask(100, segments), *arrays))
-    split = [jax.device_put(x, NamedSharding(mesh, P(sharding.BATCH, None, "tensor"))) for x in arrays]
-    segments = jax.device_put(mask.segments_BS, sharding.batch_sharding(mesh))
+    split = [jax.device_put(x, NamedSharding(mesh, P(BATCH, None, "tensor"))) for x in arrays]
+    segments = jax.device_put(mask.segments_BS, batch_sharding(mesh))
     with jax.set_mesh(mesh):
         compiled = run.lower(segments, *split).compile()
         found = compiled(segments, *split)
@@ -210,16 +214,16 @@ def without_splash(cfg):
 @functools.cache
 def reference_gradients():
     cfg = without_splash(model_config())
-    return jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))(random_params(cfg.model), random_batch(cfg))
+    return jax.jit(functools.partial(step.gradients, step=0, cfg=cfg))(random_params(cfg.model), random_batch(cfg))
 
 
 @pytest.mark.parametrize("remat", slow(REMAT, but=("context",)))
 def test_training_on_a_mesh_with_each_remat_policy_equals_the_reference(remat, interpreted):
     cfg, mesh = model_config(model__remat=remat), make_mesh("2x2x2")
-    params = jax.device_put(random_params(cfg.model), sharding.shardings(model_params(cfg.model), mesh))
-    batch = jax.device_put(random_batch(cfg), sharding.batch_sharding(mesh))
+    params = jax.device_put(random_params(cfg.model), shardings(model_params(cfg.model), mesh))
+    batch = jax.device_put(random_batch(cfg), batch_sharding(mesh))
     with jax.set_mesh(mesh):
-        found = jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))(params, batch)
+        found = jax.jit(functools.partial(step.gradients, step=0, cfg=cfg))(params, batch)
     assert_close(found, reference_gradients(), 2e-5, relative_to_largest=True)
 
 
@@ -242,7 +246,7 @@ def test_cudnn_is_asked_for_each_device_s_rows_and_heads_and_the_window(monkeypa
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91300)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda least: True)
     mesh = make_mesh("2x2x2")
-    heads = NamedSharding(mesh, P(sharding.BATCH, None, "tensor"))
+    heads = NamedSharding(mesh, P(BATCH, None, "tensor"))
     arrays = [jax.ShapeDtypeStruct((4, S, n, K), "bfloat16", sharding=heads) for n in (H, G, G, H)]
     with jax.set_mesh(mesh):
         traced = jax.jit(functools.partial(mixed, "cudnn", Scores(), Mask(100))).trace(*arrays)
@@ -270,7 +274,7 @@ def test_what_splash_gives_is_kept_once_and_its_forward_pass_not_done_again(rema
     cfg = model_config(model__remat=remat)
     assert (cfg.model.num_layers, cfg.model.mlp.hidden) == (L, 32)
     with jax.set_mesh(make_mesh(mesh)):
-        gradients = functools.partial(step_lib.gradients, step=0, cfg=cfg)
+        gradients = functools.partial(step.gradients, step=0, cfg=cfg)
         jaxpr = jax.make_jaxpr(gradients)(random_params(cfg.model), random_batch(cfg)).jaxpr
     traced = list(used(jaxpr))
     passes = sum(e.primitive.name == "pallas_call" for e in traced)
@@ -290,12 +294,12 @@ def test_what_splash_gives_is_kept_once_and_its_forward_pass_not_done_again(rema
 @pytest.mark.parametrize("dtype", slow(("float32", "bfloat16"), but=("bfloat16",)))
 def test_splash_compiles_for_every_tpu(name, dtype):
     devices = topology(name)
-    mesh = sharding.make_mesh(sharding.MeshConfig(data=len(devices) // 2, fsdp=1, tensor=2), devices)
-    heads, rows = NamedSharding(mesh, P(sharding.BATCH, None, "tensor")), sharding.batch_sharding(mesh)
+    mesh = mesh_of(MeshConfig(data=len(devices) // 2, fsdp=1, tensor=2), devices)
+    heads, rows = NamedSharding(mesh, P(BATCH, None, "tensor")), batch_sharding(mesh)
     n = len(devices) // 2
     arrays = [jax.ShapeDtypeStruct((n, S, heads_, K), dtype, sharding=heads) for heads_ in (H, G, G, H)]
     segments = jax.ShapeDtypeStruct((n, S), "int32", sharding=rows)
     run = lambda segments, *arrays: mixed("splash", SPLASH._replace(softcap=5.0), Mask(100, segments), *arrays)
-    with sharding.surroundings(mesh, dtype):
+    with surroundings(mesh, dtype):
         text = jax.jit(run).lower(segments, *arrays).compile().as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2  # forward and backward

@@ -14,8 +14,9 @@ import yaml
 from common import ROOT, arguments, steps_of, text_config
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from minitf import cluster, run
-from minitf.cluster import Machine
+from minitf.runtime import cluster
+from minitf.runtime.cluster import Machine
+from minitf.workdir import has_checkpoint, resolve
 
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
@@ -200,7 +201,7 @@ def test_a_slurm_job_that_loses_a_process_is_queued_again_and_goes_on(corpus, en
     longer = [*command, "--config.steps=100000"]
     with open(tmp_path / "out", "w") as out:
         script = subprocess.Popen(longer, env=environment | job, stdout=out, stderr=subprocess.STDOUT)
-        while not run.has_checkpoint(run.resolve(str(tmp_path / "w"))):  # they are written behind the steps
+        while not has_checkpoint(resolve(str(tmp_path / "w"))):  # they are written behind the steps
             assert script.poll() is None
         os.kill(int(log.read_text().split()[0]), signal.SIGKILL)
         assert script.wait(60) not in (0, 2, 3, 4)

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from common import TINY, assert_close, change, fit, initial_params, make_mesh, random_batch, random_params
 
-from minitf import hlo, sharding
-from minitf import step as step_lib
 from minitf.model import reference
 from minitf.model.loss import LossConfig, Parts, loss_sums, mean, token_sums
 from minitf.model.transformer import model_params
+from minitf.plan import hlo
+from minitf.sharding.mesh import batch_sharding
+from minitf.sharding.rules import shardings
+from minitf.training import step as step_lib
 
 SGD = change(TINY, optimizer__kind="sgd", optimizer__learning_rate=0.1, model__attention__num_kv_heads=4)
 UNEQUAL = np.concatenate([np.arange(16) < 2] * 4 + [np.arange(16) < 6] * 4).reshape(8, 16)  # 2 or 6 valid targets a row
@@ -150,10 +152,10 @@ def test_whole_logits_never_exist_in_the_chunked_loss():
 @pytest.mark.parametrize("name", ["data8", "fsdp8"])
 def test_the_heads_gradient_is_summed_over_devices_once(name, tied):
     cfg, mesh = change(TINY, model__vocab_size=1024, loss__chunk=4, model__tie_embeddings=tied), make_mesh(name)
-    specs = sharding.shardings(model_params(cfg.model), mesh)
+    specs = shardings(model_params(cfg.model), mesh)
     with jax.set_mesh(mesh):
         params = jax.device_put(random_params(cfg.model), specs)
-        batch = jax.device_put(random_batch(cfg), sharding.batch_sharding(mesh))
+        batch = jax.device_put(random_batch(cfg), batch_sharding(mesh))
         step = jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg), out_shardings=(None, specs))
         text = step.lower(params, batch).compile().as_text()
     module = hlo.parse(text)

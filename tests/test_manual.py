@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from common import TINY, assert_close, change, fit, launch, make_mesh, random_batch, random_params, series, text_config
 
-from minitf import job as job_lib
-from minitf import params as P
-from minitf import sharding, step
+from minitf import startup
 from minitf.model.transformer import model_params
-from minitf.sharding import MeshConfig
+from minitf.params import named
+from minitf.sharding.devices import longest_line
+from minitf.sharding.mesh import MeshConfig, batch_sharding, mesh_sizes, surroundings
+from minitf.sharding.rules import shardings
+from minitf.training import step
 
 MODELS = {
     # More rows in the table than tokens on a device, so that activations are exchanged.
@@ -62,14 +64,14 @@ def batch_of(cfg):
 
 
 def arguments(cfg, mesh):
-    layout = sharding.shardings(model_params(cfg.model), mesh)
-    batch = jax.device_put(batch_of(cfg), sharding.batch_sharding(mesh))
+    layout = shardings(model_params(cfg.model), mesh)
+    batch = jax.device_put(batch_of(cfg), batch_sharding(mesh))
     return jax.device_put(random_params(cfg.model), layout), batch, jnp.int32(3)
 
 
 def results(cfg, mesh):
     """(losses, gradients)"""
-    with sharding.surroundings(mesh, cfg.model.dtype):
+    with surroundings(mesh, cfg.model.dtype):
         found = jax.jit(functools.partial(step.gradients, cfg=cfg))(*arguments(cfg, mesh))
     return jax.tree.map(lambda a: np.asarray(a, np.float64), found)
 
@@ -159,7 +161,7 @@ def test_a_run_evaluates_samples_and_goes_on_with_either(corpus, tmp_path):
 
 def collectives(cfg, mesh):
     """name -> shapes that are sent, of the gradients' program; `loop` for those inside loops."""
-    with sharding.surroundings(mesh, cfg.model.dtype):
+    with surroundings(mesh, cfg.model.dtype):
         jaxpr = jax.make_jaxpr(functools.partial(step.gradients, cfg=cfg))(*arguments(cfg, mesh))
     found = {"sums": [], "sums in loops": [], "gathers": [], "scatters": [], "exchanges": []}
     kinds = dict(all_gather="gathers", reduce_scatter="scatters", psum_scatter="scatters", all_to_all="exchanges")
@@ -232,21 +234,21 @@ def grid(*sizes):
     ],
 )
 def test_factors_follow_from_the_torus(coords, n):
-    assert sharding.line(coords) == n
+    assert longest_line(coords) == n
 
 
 def test_factors_change_no_place_of_a_shard():
     plain, factored = make_mesh("2x4x1"), make_mesh("2x4x1", MeshConfig(collectives="manual", fsdp_inner=2))
     assert dict(factored.shape) == {"data": 2, "fsdp": 2, "fsdp_inner": 2, "tensor": 1}
-    assert sharding.sizes(factored) == sharding.sizes(plain) == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert mesh_sizes(factored) == mesh_sizes(plain) == {"data": 2, "fsdp": 4, "tensor": 1}
     specs = model_params(TINY.model)
     same = lambda a, b, shape: a.devices_indices_map(shape) == b.devices_indices_map(shape)
-    assert same(sharding.batch_sharding(plain), sharding.batch_sharding(factored), (8, 16))
-    pairs = zip(*(jax.tree.leaves(sharding.shardings(specs, mesh)) for mesh in (plain, factored)), strict=True)
-    for (name, p), (a, b) in zip(P.named(specs), pairs, strict=True):
+    assert same(batch_sharding(plain), batch_sharding(factored), (8, 16))
+    pairs = zip(*(jax.tree.leaves(shardings(specs, mesh)) for mesh in (plain, factored)), strict=True)
+    for (name, p), (a, b) in zip(named(specs), pairs, strict=True):
         assert same(a, b, p.full_shape), name
-    assert job_lib.table(specs, factored) == job_lib.table(specs, plain)
-    text = job_lib.describe_mesh(MeshConfig(), factored)
+    assert startup.parameter_table(specs, factored) == startup.parameter_table(specs, plain)
+    text = startup.describe_mesh(MeshConfig(), factored)
     assert text == "data=2, fsdp=4, tensor=1; fsdp as 2 x 2"
 
 

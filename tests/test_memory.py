@@ -5,11 +5,11 @@ import types
 import pytest
 from common import ROOT
 
-from minitf import memory
+from minitf.runtime import memory
 
 FAULTS = """
 import resource, sys
-from minitf import memory
+from minitf.runtime import memory
 if sys.argv[1] == "True":
     assert memory.keep_freed()
 for _ in range(8):
@@ -35,7 +35,7 @@ def test_memory_that_is_freed_is_found_again_without_a_page_fault():
 
 
 def test_the_allocator_is_left_alone_where_jax_computes_elsewhere(monkeypatch):
-    monkeypatch.setattr(memory, "on_cpu", lambda: False)
+    monkeypatch.setattr("minitf.runtime.memory.on_cpu", lambda: False)
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda *_: pytest.fail("touched"))
     assert not memory.keep_freed()
 
@@ -43,5 +43,5 @@ def test_the_allocator_is_left_alone_where_jax_computes_elsewhere(monkeypatch):
 @pytest.mark.parametrize(("platforms", "cpu"), [("cpu", True), ("cuda", False), ("tpu,cpu", False)])
 def test_where_jax_computes_is_known_before_it_starts(monkeypatch, platforms, cpu):
     config = types.SimpleNamespace(jax_platforms=platforms)
-    monkeypatch.setattr(memory, "jax", types.SimpleNamespace(config=config))
+    monkeypatch.setattr("minitf.runtime.memory.jax", types.SimpleNamespace(config=config))
     assert memory.on_cpu() == cpu

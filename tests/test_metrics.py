@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from minitf import metrics
-from minitf.metrics import PEAK_FLOPS, StartUp, peak_flops
+from minitf.runtime.devices import PEAK_FLOPS, measured_flops, peak_flops
+from minitf.runtime.log import StartUp
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", [*PEAK_FLOPS, "some other device"])
 def test_the_table_is_of_products_in_16_bits_and_the_rest_is_measured(kind, dtype, monkeypatch):
-    monkeypatch.setattr(metrics, "measured_flops", lambda dtype: 1e9)
+    monkeypatch.setattr("minitf.runtime.devices.measured_flops", lambda dtype: 1e9)
     devices = [SimpleNamespace(device_kind=kind, platform="gpu")] * 3
     tabled = kind in PEAK_FLOPS and dtype != "float32"
     assert peak_flops(devices, dtype) == 3 * (PEAK_FLOPS[kind] if tabled else 1e9)
@@ -22,7 +22,7 @@ def test_the_table_is_of_products_in_16_bits_and_the_rest_is_measured(kind, dtyp
 def test_the_measured_product_has_the_bits_of_the_steps_products(dtype, asked, monkeypatch):
     found, jit = [], jax.jit
     monkeypatch.setattr(jax, "jit", lambda f: found.append(f) or jit(f))
-    assert metrics.measured_flops(dtype, repeats=1) > 0
+    assert measured_flops(dtype, repeats=1) > 0
     (f,) = found
     (product,) = (
         e for e in jax.make_jaxpr(f)(*[jax.numpy.ones((2, 2), dtype)] * 2).eqns if e.primitive.name == "dot_general"

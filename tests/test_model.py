@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 from common import MESHES, TINY, assert_close, change, fit, make_mesh, random_batch, random_params
 
-from minitf import params as params_lib
-from minitf import sharding
-from minitf import step as step_lib
 from minitf.model import kernels, ops
+from minitf.model.flops import flops_per_token
 from minitf.model.kernels import Mask, Scores
-from minitf.model.transformer import REMAT, flops_per_token, hidden, model, model_params
-from minitf.optimizer import make_optimizer, make_schedule
+from minitf.model.remat import REMAT
+from minitf.model.transformer import hidden, model, model_params
+from minitf.params import init_params
+from minitf.sharding.mesh import batch_sharding
+from minitf.sharding.rules import shardings
+from minitf.training import step as step_lib
+from minitf.training.optimizer import make_optimizer, make_schedule
 
 # Those that run here, and with segments.
 KERNELS = ("reference", "blocked", "xla")
@@ -186,7 +189,7 @@ def test_P11_small_updates_are_not_lost_in_bfloat16_compute():
     for dtype in ("float32", "bfloat16"):
         specs = model_params(change(cfg, model__dtype=dtype).model)
         tx = make_optimizer(cfg.optimizer, specs, make_schedule(cfg.optimizer, 100))
-        params = params_lib.init(specs, jax.random.key(0))
+        params = init_params(specs, jax.random.key(0))
         state = tx.init(params)
         assert {str(a.dtype) for a in jax.tree.leaves((params, state)) if jnp.issubdtype(a.dtype, jnp.floating)} == {
             "float32"
@@ -289,8 +292,8 @@ def test_no_involuntary_rematerialisation(mesh, capfd):
     batch, params = random_batch(TINY), random_params(TINY.model)
     mesh = make_mesh(mesh)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(batch, sharding.batch_sharding(mesh))
-        params = jax.device_put(params, sharding.shardings(model_params(TINY.model), mesh))
+        placed = jax.device_put(batch, batch_sharding(mesh))
+        params = jax.device_put(params, shardings(model_params(TINY.model), mesh))
         jax.jit(functools.partial(step_lib.gradients, step=0, cfg=TINY)).lower(params, placed).compile()
     assert "rematerialization" not in capfd.readouterr().err
 

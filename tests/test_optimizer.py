@@ -5,10 +5,11 @@ import optax
 import pytest
 from common import TINY, assert_close, change, fit, jitted_step, make_mesh, random_batch, random_params
 
-from minitf import params as P
 from minitf.model.transformer import model_params
-from minitf.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig, make_optimizer, make_schedule
-from minitf.state import abstract_state, init_state, state_shardings
+from minitf.params import Param, init_params, named
+from minitf.sampling import unstacked
+from minitf.training.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig, make_optimizer, make_schedule
+from minitf.training.state import abstract_state, init_state, state_shardings
 
 PEAK = OptimizerConfig(learning_rate=1.0, schedule="cosine")
 
@@ -68,7 +69,7 @@ def test_P16_the_logged_rate_is_the_rate_of_the_update():
 def zero_gradient_step(cfg, specs, params):
     tx = make_optimizer(cfg, specs, make_schedule(cfg, 10))
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    return dict(P.named(optax.apply_updates(params, updates)))
+    return dict(named(optax.apply_updates(params, updates)))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -85,9 +86,9 @@ def test_P14_decay_goes_by_kind(kind, decay_embeddings):
         decay_embeddings=decay_embeddings,
         clip_norm=None,
     )
-    params = jax.tree.map(jnp.ones_like, P.init(specs, jax.random.key(0)))
+    params = jax.tree.map(jnp.ones_like, init_params(specs, jax.random.key(0)))
     after = zero_gradient_step(cfg, specs, params)
-    for name, p in P.named(specs):
+    for name, p in named(specs):
         decayed = p.kind in ("matrix", "head") or (p.kind == "embedding" and decay_embeddings)
         np.testing.assert_allclose(after[name], 0.95 if decayed else 1.0, rtol=1e-6 if decayed else 0, err_msg=name)
 
@@ -98,7 +99,7 @@ def test_a_stack_is_updated_like_its_layers_apart(kind):
         TINY, model__dim=128, model__pattern=("full", "sliding"), model__num_layers=3, model__mlp__hidden=256
     ).model
     stacked = model_params(model)
-    apart = {**stacked, "blocks": [P.unstacked(b) for b in stacked["blocks"]]}
+    apart = {**stacked, "blocks": [unstacked(b) for b in stacked["blocks"]]}
     cfg = OptimizerConfig(kind=kind, learning_rate=0.1, schedule="constant")
 
     def three_steps(specs, params):
@@ -114,14 +115,14 @@ def test_a_stack_is_updated_like_its_layers_apart(kind):
             params, state = step(params, state, jax.tree.map(lambda a, i=i: jnp.sin(a * (100 + i)), start))
         return params
 
-    params = P.init(stacked, jax.random.key(0))
+    params = init_params(stacked, jax.random.key(0))
     # Layers of different size, so that a norm over the stack would not be each layer's.
     params["blocks"] = jax.tree.map(
         lambda a: a * (1 + jnp.arange(a.shape[0])).reshape(-1, *(1,) * (a.ndim - 1)), params["blocks"]
     )
     one = three_steps(stacked, params)
-    other = three_steps(apart, {**params, "blocks": [P.unstacked(b) for b in params["blocks"]]})
-    assert_close({**one, "blocks": [P.unstacked(b) for b in one["blocks"]]}, other, 1e-6, relative_to_largest=True)
+    other = three_steps(apart, {**params, "blocks": [unstacked(b) for b in params["blocks"]]})
+    assert_close({**one, "blocks": [unstacked(b) for b in one["blocks"]]}, other, 1e-6, relative_to_largest=True)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -130,8 +131,8 @@ def test_the_state_lies_like_its_parameters(kind):
     cfg, mesh = OptimizerConfig(kind=kind), make_mesh("2x2x2")
     tx = make_optimizer(cfg, specs, make_schedule(cfg, 10))
     layout = state_shardings(specs, tx, mesh)
-    by_shape = {p.full_shape: s.spec for (_, p), (_, s) in zip(P.named(specs), P.named(layout.params), strict=True)}
-    leaves = zip(P.named(abstract_state(specs, tx).opt_state), P.named(layout.opt_state), strict=True)
+    by_shape = {p.full_shape: s.spec for (_, p), (_, s) in zip(named(specs), named(layout.params), strict=True)}
+    leaves = zip(named(abstract_state(specs, tx).opt_state), named(layout.opt_state), strict=True)
     spread = 0
     for (name, a), (_, s) in leaves:
         s.shard_shape(a.shape)  # raises where it does not divide
@@ -162,7 +163,7 @@ def test_updates_are_the_same_on_every_mesh(kind, mesh):
 
 def test_P12_accumulate_then_measure_then_clip():
     cfg = OptimizerConfig(kind="sgd", learning_rate=1.0, schedule="constant", weight_decay=0.0, clip_norm=1.0)
-    spec = {"w": P.Param((2,), ("norm",), "bias")}
+    spec = {"w": Param((2,), ("norm",), "bias")}
     tx = make_optimizer(cfg, spec, make_schedule(cfg, 1))
     params = {"w": jnp.zeros(2)}
     accumulated = (jnp.asarray([3.0, 0.0]) + jnp.asarray([-3.0, 0.4])) / 2
@@ -201,7 +202,7 @@ def test_bfloat16_first_moment_is_an_option_and_only_that():
     for kind in ("adamw", "lion", "muon"):
         cfg = OptimizerConfig(kind=kind, moment_dtype="bfloat16")
         state = abstract_state(specs, make_optimizer(cfg, specs, make_schedule(cfg, 1)))
-        names = {name for name, a in P.named(state.opt_state) if a.dtype == jnp.bfloat16}
+        names = {name for name, a in named(state.opt_state) if a.dtype == jnp.bfloat16}
         assert names
         assert all("/mu/" in f"/{n}/" or "mu" in n for n in names), names
         assert {str(a.dtype) for a in jax.tree.leaves(state.params)} == {"float32"}
@@ -211,7 +212,7 @@ def test_muon_takes_matrices_and_adamw_the_rest():
     specs = model_params(change(TINY, model__tie_embeddings=False).model)
     cfg = OptimizerConfig(kind="muon", learning_rate=1.0, schedule="constant", weight_decay=0.0, clip_norm=None)
     tx = make_optimizer(cfg, specs, make_schedule(cfg, 1))
-    params = P.init(specs, jax.random.key(0))
+    params = init_params(specs, jax.random.key(0))
     grads = random_params(TINY.model, seed=5)
     updates, _ = tx.update(grads, tx.init(params), params)
     q = np.asarray(updates["blocks"][0]["attention"]["q"][0]).reshape(16, 16)

@@ -6,9 +6,10 @@ from common import MESHES, change
 from minitf.model.attention import ATTENTION
 from minitf.model.kernels import IMPLEMENTATIONS
 from minitf.model.mlp import MLP
-from minitf.model.transformer import NORMS, POSITIONS, REMAT
+from minitf.model.remat import REMAT
+from minitf.model.transformer import NORMS, POSITIONS
 from minitf.params import SCHEMES
-from minitf.sharding import COLLECTIVES, MeshConfig
+from minitf.sharding.mesh import COLLECTIVES, MeshConfig
 from tools import parity
 from tools.parity import DEPARTURES, ROWS, departure
 

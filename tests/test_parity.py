@@ -9,14 +9,16 @@ from common import assert_close, launch, make_mesh, random_params, text_config
 from hf_models import MODELS, save_run
 from test_frame import made, tuned  # noqa: F401 (fixtures)
 
-from minitf import run
-from minitf.data.tokenizer import load_tokenizer
+from minitf import harness
+from minitf.data import chat
+from minitf.data.tokenizer_files import load_tokenizer
 from minitf.huggingface import folder as files
 from minitf.huggingface.convert import export_model, import_model
 from minitf.huggingface.families import FAMILIES
 from minitf.model import ops
 from minitf.params import named
 from minitf.sampling import Sampler, Sampling
+from minitf.workdir import load_model
 from tools import benchmark_generate, parity_peers
 from tools.parity_peers import IDS, SCALE, THEIRS, TOLERANCE, our_logits, random_model, their_logits
 
@@ -79,7 +81,7 @@ def test_exported_models_have_our_logits(name, torch, transformers, tmp_path):
     assert theirs.config.model_type == family
     assert_near(their_logits(theirs), our_logits(tmp_path / "run"))
     import_model(tmp_path / "hf", tmp_path / "back")
-    back = dict(named(run.load_model(tmp_path / "back").params))
+    back = dict(named(load_model(tmp_path / "back").params))
     for path, a in named(params):
         np.testing.assert_array_equal(np.asarray(back[path]), a, err_msg=path)
 
@@ -136,14 +138,14 @@ def test_P52_a_trained_tied_model_is_exported_as_it_is_used(torch, transformers,
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
     assert_near(their_logits(theirs, IDS[:, :16]), our_logits(tmp_path / "run", IDS[:, :16]))
     import_model(tmp_path / "hf", tmp_path / "back")
-    assert "head" not in run.load_model(tmp_path / "back").params
+    assert "head" not in load_model(tmp_path / "back").params
     np.testing.assert_array_equal(our_logits(tmp_path / "back", IDS[:, :16]), our_logits(tmp_path / "run", IDS[:, :16]))
 
 
 def test_decoding_is_that_of_transformers_and_is_measured_beside_it(torch, transformers, corpus, tmp_path):
     launch(text_config(corpus, steps=20, checkpoint__last=True, optimizer__learning_rate=1e-2), tmp_path / "run")
     export_model(tmp_path / "run", tmp_path / "hf")
-    model = run.load_model(tmp_path / "run")
+    model = load_model(tmp_path / "run")
     sampler = Sampler(model.cfg.model, make_mesh("1"))
     pieces = sampler.stream(model.params, list(np.asarray(IDS[:, :8])), 8, Sampling(temperature=0))
     found = np.concatenate([piece.ids for piece in pieces], axis=1)
@@ -189,14 +191,12 @@ def test_figures_of_tasks_are_those_of_the_harness_adapter_for_transformers(name
     from lm_eval.models.huggingface import HFLM
     from test_frame import VOCAB, make_tokenizer
 
-    from minitf import harness
-
     theirs = random_model(name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=1)
     theirs.save_pretrained(tmp_path / "hf")
     tokenizer = make_tokenizer(tmp_path / "hf", start=True)
     import_model(tmp_path / "hf", tmp_path / "w")
     adapter = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
-    ours = harness.Model(run.load_model(tmp_path / "w"), tokenizer, make_mesh("1"))
+    ours = harness.HarnessModel(load_model(tmp_path / "w"), tokenizer, make_mesh("1"))
     scored = [Instance("loglikelihood", {}, pair, 0) for pair in PAIRS]
     for (mine, greedy), (expected, their_greedy) in zip(
         ours.loglikelihood(scored), adapter.loglikelihood(scored), strict=True
@@ -256,10 +256,8 @@ CONVERSATION = [
 def test_templates_are_rendered_as_by_transformers(name, transformers, tmp_path):
     from test_frame import make_tokenizer
 
-    from minitf.data import chat
-
     ours = make_tokenizer(tmp_path, start=True, template=TEMPLATES[name])
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for messages in (CONVERSATION, CONVERSATION[1:2]):
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        assert chat.prompt_ids(ours, TEMPLATES[name], 0, messages) == expected
+        assert chat.chat_prompt_ids(ours, TEMPLATES[name], 0, messages) == expected

@@ -227,7 +227,7 @@ def test_the_first_difference_beyond_the_tolerance_is_named(found, missed):
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_a_16_bit_model_stays_within_its_rounding_and_an_error_does_not(name, monkeypatch):
     assert not parity.missed(parity.check(departure(name)))
-    monkeypatch.setattr(attention, "rotate", turned_back)
+    monkeypatch.setattr("minitf.model.attention.rotate", turned_back)
     assert len(parity.missed(parity.check(departure(name)))) == 3
 
 

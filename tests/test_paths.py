@@ -5,11 +5,12 @@ import os
 import pytest
 from common import TINY
 
-from minitf import evaluate, generate, run, train
-from minitf.data import datasets
+from minitf import evaluate, generate, train
+from minitf.data import datasets, texts
 from minitf.data.datasets import DataConfig
 from minitf.huggingface.__main__ import main as convert
 from minitf.paths import files_below, given
+from minitf.workdir import begin, resolve
 from tools import prepare_data, profile_summary, train_tokenizer
 from tools.preparation import documents
 
@@ -81,9 +82,9 @@ def test_a_config_json_says_what_to_give(tmp_path, capsys):
 
 
 def test_a_run_inside_the_checkpoints_of_another_is_refused(tmp_path):
-    run.begin(run.resolve(str(tmp_path)), TINY)
+    begin(resolve(str(tmp_path)), TINY)
     with pytest.raises(ValueError, match="lies inside the checkpoints of the run"):
-        run.begin(run.resolve(str(tmp_path / "checkpoints/10")), TINY, overwrite=True)
+        begin(resolve(str(tmp_path / "checkpoints/10")), TINY, overwrite=True)
 
 
 def test_B13_links_are_followed_each_file_once(tmp_path):
@@ -102,7 +103,7 @@ def test_B13_links_are_followed_each_file_once(tmp_path):
     names = [os.path.relpath(f, corpus) for f in files_below(corpus)]
     assert names == ["a.txt", "again/b0.txt", "again/b1.txt", "again/b2.txt"]
     assert len(documents.find_files([str(corpus)])) == 4
-    found, _ = datasets.read_text(str(corpus), "data.path")
+    found, _ = texts.read_text(str(corpus), "data.path")
     assert sorted(text for _, text in found) == [b"a", b"b0", b"b1", b"b2"]
 
 

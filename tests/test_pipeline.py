@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 from common import MESHES, TINY, change, fit, make_mesh, make_store, random_params, some_texts
 
+from minitf import checks, startup, train
 from minitf import job as job_lib
-from minitf import sharding, train
-from minitf import step as step_lib
-from minitf.data import datasets, pipeline
+from minitf.data import pipeline
+from minitf.data import texts as texts_lib
 from minitf.data.datasets import DATASETS, DataConfig, load
 from minitf.data.pipeline import HostBatches, evaluation_rows, host_rows, training_rows
 from minitf.data.store import DataError, Rows, Store
-from minitf.data.tokenizer import TOKENIZERS
+from minitf.data.tokenizer_files import TOKENIZERS
 from minitf.model.transformer import model
+from minitf.sharding.mesh import batch_sharding
+from minitf.training import evaluation
+from minitf.training import step as step_lib
 
 TEXT = "Ein Text mit Umlauten: äöü, € und 😀.\r\n" * 20
 
@@ -30,7 +33,7 @@ def counting(rows, seq_len=4):
 
 def batches_of(rows, batch_size, n, *, mesh="1", start=0, cfg=TINY.data):
     """The first n global batches from `start` on, as NumPy arrays."""
-    layout = sharding.batch_sharding(make_mesh(mesh))
+    layout = batch_sharding(make_mesh(mesh))
     out = list(itertools.islice(pipeline.batches(rows, batch_size, layout, cfg, start), n))
     assert all(a.sharding == layout for batch in out for a in batch.values())
     return [{k: np.asarray(a) for k, a in batch.items()} for batch in out]
@@ -108,8 +111,8 @@ def test_P37_a_run_says_that_a_batch_repeats_rows(tmp_path):
     write_ids(tmp_path / "train.bin", np.arange(5 * 16 + 1) % 64)
     write_ids(tmp_path / "val.bin", np.arange(17) % 64)
     cfg = change(TINY, data__kind="tokens", data__path=str(tmp_path))
-    assert "5 training rows are fewer than batch_size=8" in job_lib.describe(job_lib.prepare(cfg))
-    assert "fewer" not in job_lib.describe(job_lib.prepare(change(cfg, batch_size=5), jax.devices()[:1]))
+    assert "5 training rows are fewer than batch_size=8" in startup.describe(job_lib.prepare(cfg))
+    assert "fewer" not in startup.describe(job_lib.prepare(change(cfg, batch_size=5), jax.devices()[:1]))
 
 
 def contiguous(hosts, batch_size):
@@ -281,8 +284,8 @@ def test_P48_evaluation_loss_is_the_same_for_every_batch_size():
         step = jax.jit(functools.partial(step_lib.eval_step, byte_lengths=None, cfg=cfg))
         for batch_size in (2, 3, 4, 5, 8):
             rows = evaluation_rows(Store("ids", ids, 64), 8, cfg.data, batch_size, None)
-            layout = sharding.batch_sharding(make_mesh("1"))
-            values = step_lib.evaluate(step, params, {"": pipeline.batches(rows, batch_size, layout, cfg.data)})
+            layout = batch_sharding(make_mesh("1"))
+            values = evaluation.evaluate(step, params, {"": pipeline.batches(rows, batch_size, layout, cfg.data)})
             assert values["eval/loss"] == pytest.approx(total / 34, abs=1e-6), batch_size
 
 
@@ -333,7 +336,7 @@ def test_P10_P39_a_bad_id_stops_the_batch_that_would_use_it(bad, dtype, tmp_path
     path = write_ids(tmp_path / "ids.bin", ids, dtype)
     cfg = DataConfig(kind="tokens", path=str(path), token_dtype=dtype, shuffle=False)
     rows = training_rows(load(cfg, 64).train, 16, cfg, 0)
-    batches = pipeline.batches(rows, 8, sharding.batch_sharding(make_mesh("1")), cfg)
+    batches = pipeline.batches(rows, 8, batch_sharding(make_mesh("1")), cfg)
     next(batches), next(batches)
     with pytest.raises(DataError) as e:
         next(batches)
@@ -447,15 +450,15 @@ def library(tmp_path):
 @pytest.mark.parametrize("pattern", ["{}", "{}/", "{}/**/*.txt", "{}/**"])
 def test_a_directory_or_a_glob_gives_all_files_below_it_in_order(pattern, library):
     path, texts = library
-    documents, single = datasets.read_text(pattern.format(path), "data.path")
+    documents, single = texts_lib.read_text(pattern.format(path), "data.path")
     assert not single
     assert sorted(documents) == sorted((name, text.encode()) for name, text in texts.items())
-    assert documents == datasets.read_text(pattern.format(path), "data.path")[0]
+    assert documents == texts_lib.read_text(pattern.format(path), "data.path")[0]
 
 
 def test_a_glob_takes_only_what_matches(library):
     path, texts = library
-    documents, _ = datasets.read_text(f"{path}/deep/*/1*.txt", "data.path")
+    documents, _ = texts_lib.read_text(f"{path}/deep/*/1*.txt", "data.path")
     assert [text for _, text in documents] == [texts[n].encode() for n in sorted(texts) if n.startswith("deep/er/1")]
 
 
@@ -463,7 +466,7 @@ def test_a_glob_takes_only_what_matches(library):
 def test_a_tilde_is_the_home_directory(path, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_text(tmp_path / "a.txt", TEXT)
-    assert datasets.read_text(path, "data.path")[0] == [("a.txt", TEXT.encode())]
+    assert texts_lib.read_text(path, "data.path")[0] == [("a.txt", TEXT.encode())]
 
 
 @pytest.mark.parametrize("pattern", ["a.txt", "", "*.txt"])
@@ -581,7 +584,7 @@ def test_val_path_names_the_validation_tokens_and_no_other_file_is_needed(path, 
         (dict(token_dtype=">u2"), "data.token_dtype: .*'>u2'; known: uint8, uint16"),
         (dict(token_dtype="uint64"), "ids.bin: 100 bytes are no whole number of uint64 ids"),
         (dict(eos_id=64), "data.eos_id=64: must be below model.vocab_size=64"),
-        (dict(eos_id=-1), "data.eos_id=-1: must be below model.vocab_size=64"),
+        (dict(eos_id=-1), "data.eos_id=-1: must be at least 0"),
         (dict(path="{}"), "no train.bin or train.npy in this directory"),
     ],
 )
@@ -589,8 +592,14 @@ def test_wrong_settings_of_token_files_are_refused_by_name(settings, message, tm
     path = write_ids(tmp_path / "ids.bin", range(50))
     settings = {"path": str(path)} | settings
     settings["path"] = settings["path"].format(tmp_path)
+    cfg = DataConfig(kind="tokens", **settings)
+
+    def begin() -> None:
+        checks.check(cfg, "data.")
+        load(cfg, 64)
+
     with pytest.raises(ValueError, match=message):
-        load(DataConfig(kind="tokens", **settings), 64)
+        begin()
 
 
 @pytest.mark.parametrize("kind", ["tokens", "synthetic"])
@@ -627,7 +636,7 @@ def stdlib():
 
 
 def names_of(documents, val):
-    return [n for n, _ in documents if datasets.hashed_to_val(n, datasets.STDLIB_VAL_FRACTION) == val]
+    return [n for n, _ in documents if texts_lib.hashed_to_val(n, texts_lib.STDLIB_VAL_FRACTION) == val]
 
 
 def test_stdlib_is_the_same_text_each_time(stdlib):
@@ -640,7 +649,7 @@ def test_stdlib_is_the_same_text_each_time(stdlib):
 
 
 def test_stdlib_splits_are_disjoint_and_hold_each_file_once(stdlib):
-    documents = list(datasets.stdlib_documents(sysconfig.get_path("stdlib")))
+    documents = list(texts_lib.stdlib_documents(sysconfig.get_path("stdlib")))
     train_names, val_names = names_of(documents, False), names_of(documents, True)
     assert len(set(train_names)) + len(set(val_names)) == len(documents)
     for store, names in ((stdlib.train, train_names), (stdlib.val, val_names)):
@@ -649,7 +658,7 @@ def test_stdlib_splits_are_disjoint_and_hold_each_file_once(stdlib):
 
 
 def test_stdlib_leaves_out_tests_tables_packages_and_what_describes_the_machine():
-    names = [name for name, _ in datasets.stdlib_documents(sysconfig.get_path("stdlib"))]
+    names = [name for name, _ in texts_lib.stdlib_documents(sysconfig.get_path("stdlib"))]
     assert len(names) == len(set(names)) > 300
     parts = {part for name in names for part in name.split("/")}
     assert not parts & {"test", "tests", "site-packages", "dist-packages", "encodings", "__pycache__"}
@@ -660,7 +669,7 @@ def test_stdlib_leaves_out_tests_tables_packages_and_what_describes_the_machine(
 def test_stdlib_normalises_line_ends_alone(tmp_path):
     write_text(tmp_path / "a.py", b"x\r\ny\rz\n")
     write_text(tmp_path / "tests" / "b.py", b"no")
-    assert list(datasets.stdlib_documents(str(tmp_path))) == [("a.py", b"x\ny\rz\n")]
+    assert list(texts_lib.stdlib_documents(str(tmp_path))) == [("a.py", b"x\ny\rz\n")]
 
 
 def test_a_standard_library_without_sources_is_an_error(tmp_path, monkeypatch):
@@ -765,7 +774,7 @@ def test_files_of_another_kind_are_refused_by_name(make, kind, message, tmp_path
 
 
 def test_more_text_than_a_start_should_tokenize_names_the_tool(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "LIMIT", 100)
+    monkeypatch.setattr("minitf.data.texts.LIMIT", 100)
     for kind in ("parquet", "arrayrecord", "huggingface"):
         folder = tmp_path / kind
         folder.mkdir()

@@ -10,12 +10,21 @@ import jax
 import pytest
 from common import ROOT, TINY, arguments, change, run_module, slow
 
-from minitf import config, hlo, plan, sharding, topology
+from minitf import config
 from minitf import job as job_lib
-from minitf import params as P
 from minitf.config import CompilerOptions
-from minitf.metrics import DEVICES, GiB
-from minitf.model.transformer import REMAT, flops_per_token, model_params
+from minitf.model.flops import flops_per_token
+from minitf.model.remat import REMAT
+from minitf.model.transformer import model_params
+from minitf.params import count_params
+from minitf.plan import hlo, topology
+from minitf.plan.__main__ import main
+from minitf.plan.figures import DOES_NOT_FIT, in_a_slice, kernel_flops, local_bytes, plan, search
+from minitf.plan.program import abstract_batch, job_of, too_large
+from minitf.plan.report import COLUMNS, describe_plan, searched
+from minitf.runtime.devices import DEVICES, GiB
+from minitf.sharding.devices import make_mesh
+from minitf.sharding.mesh import MeshConfig
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -32,7 +41,7 @@ def _as_main_sets_it(monkeypatch):
 
 
 def planned(name, cfg=TOY):
-    return plan.plan(plan.job_of(cfg, topology.find_devices(name)), name)
+    return plan(job_of(cfg, topology.find_devices(name)), name)
 
 
 # ---- on topologies
@@ -42,7 +51,7 @@ def planned(name, cfg=TOY):
 @pytest.mark.parametrize("kind", slow(topology.TPUS, but=("v5e",)))
 def test_a_plan_adds_up_on_every_generation(kind):
     p = planned(SMALLEST[kind])
-    n, count = p["devices"], P.count(model_params(TOY.model))["total"]
+    n, count = p["devices"], count_params(model_params(TOY.model))["total"]
     assert n == (8 if kind == "tpu7x" else 4)
     assert p["mesh"] == {"data": 1, "fsdp": n, "tensor": 1}
     assert (p["fits"], p["parameters"], p["has_bytes"]) == (True, count, DEVICES[p["device"]].hbm)
@@ -69,7 +78,7 @@ def test_a_plan_adds_up_on_every_generation(kind):
     assert t["mfu"] == t["ideal_s"] / t["step_s"] > t["mfu_causal"] > 0
     assert "modelled, not measured on hardware" in p["assumptions"]
 
-    text = plan.describe(p)
+    text = describe_plan(p)
     assert f"{SMALLEST[kind]}: {n} x {p['device']}" in text
     assert all(f"- {line}" in text for line in p["assumptions"])
     assert json.loads(json.dumps(p)) == p
@@ -93,8 +102,8 @@ def test_collectives_by_hand_lie_along_the_factors_of_fsdp():
     ],
 )
 def test_the_mesh_within_a_slice(name, mesh, inside):
-    made = sharding.make_mesh(sharding.MeshConfig(**mesh), topology.find_devices(name))
-    assert tuple(plan.in_a_slice(made).values()) == inside
+    made = make_mesh(MeshConfig(**mesh), topology.find_devices(name))
+    assert tuple(in_a_slice(made).values()) == inside
 
 
 @needs_compiler
@@ -119,7 +128,7 @@ def test_a_plan_for_gpus_has_memory_and_collectives_and_says_that_it_has_no_time
     assert {tuple(c["axes"]) for c in p["collectives"]} == {("fsdp",)}
     assert "time" not in p
     assert p["assumptions"][0].startswith("no time")
-    assert "estimated time" not in plan.describe(p)
+    assert "estimated time" not in describe_plan(p)
 
 
 def test_devices_of_a_topology_are_those_of_the_table():
@@ -131,7 +140,7 @@ def test_devices_of_a_topology_are_those_of_the_table():
 @pytest.mark.parametrize(("name", "mesh"), [("v5p:4x4x4", dict(tensor=2)), ("v5p:4x4x8", dict(data=2, tensor=16))])
 def test_a_mesh_axis_may_be_a_part_of_an_axis_of_the_torus(name, mesh):
     devices = topology.find_devices(name)
-    made = sharding.make_mesh(sharding.MeshConfig(**mesh), devices)
+    made = make_mesh(MeshConfig(**mesh), devices)
     assert {made.shape[axis] for axis in mesh} == set(mesh.values())
     assert {d.id for d in made.devices.flat} == {d.id for d in devices}
 
@@ -145,11 +154,11 @@ def test_what_does_not_fit_says_how_much_it_needs_and_ends_with_its_status(tmp_p
         "minitf.plan", *arguments(change(TOY, **HUGE), tmp_path / "w")[:2], "--topology", "v5e:1x1", "--json",
         *arguments(change(TOY, **HUGE), tmp_path / "w")[4:],
     )  # fmt: skip
-    assert done.returncode == plan.DOES_NOT_FIT, done.stderr
+    assert done.returncode == DOES_NOT_FIT, done.stderr
     (p,) = json.loads(done.stdout)["plans"]
     assert not p["fits"]
     assert p["needs_bytes"] > p["has_bytes"] == pytest.approx(DEVICES[p["device"]].hbm)
-    assert "does not fit: needs" in plan.describe(p)
+    assert "does not fit: needs" in describe_plan(p)
 
 
 @needs_compiler
@@ -159,7 +168,7 @@ def test_several_topologies_in_one_call_make_a_table(tmp_path):
     done = run_module("minitf.plan", *flags[:2], *flags[4:], *names, JAX_PLATFORMS="")
     assert done.returncode == 0, done.stderr
     table = done.stdout.strip().splitlines()[-3:]
-    assert table[0].split() == ["topology", "devices", *plan.COLUMNS]
+    assert table[0].split() == ["topology", "devices", *COLUMNS]
     assert [line.split()[:2] for line in table[1:]] == [["v5e:1x1", "1"], ["v5e:2x2", "4"]]
     # Nothing but our own progress: the compiler's complaints that this is no TPU are no news.
     assert all("compiling the train step" in line for line in done.stderr.splitlines()), done.stderr
@@ -178,9 +187,9 @@ def test_the_compilers_options_are_those_of_the_topologys_platform():
     cfg = change(
         TOY, compiler_options=CompilerOptions(cpu=("xla_nonsense=1",), tpu=("xla_tpu_scoped_vmem_limit_kib=65536",))
     )
-    assert job_lib.options(cfg, plan.job_of(cfg, devices).mesh) == {"xla_tpu_scoped_vmem_limit_kib": "65536"}
+    assert job_lib.options(cfg, job_of(cfg, devices).mesh) == {"xla_tpu_scoped_vmem_limit_kib": "65536"}
     with pytest.raises(ValueError, match=r"compiler_options\.tpu=xla_nonsense=1: No such compile option"):
-        plan.job_of(change(TOY, compiler_options=CompilerOptions(tpu=("xla_nonsense=1",))), devices)
+        job_of(change(TOY, compiler_options=CompilerOptions(tpu=("xla_nonsense=1",))), devices)
 
 
 # ---- without a compiler
@@ -223,10 +232,10 @@ def test_without_the_compiler_the_message_says_how_to_get_it(name, how, monkeypa
 
 def test_a_plan_needs_no_data():
     cfg = config.freeze(config.load_file(str(ROOT / "configs/llama3_8b.py")))
-    job = plan.job_of(cfg, jax.devices()[:8])
+    job = job_of(cfg, jax.devices()[:8])
     state = job_lib.program(job).state
-    assert plan.local_bytes(state.params) == pytest.approx(8_030_261_248 * 4 / 8, rel=1e-3)
-    batch = plan.abstract_batch(job)
+    assert local_bytes(state.params) == pytest.approx(8_030_261_248 * 4 / 8, rel=1e-3)
+    batch = abstract_batch(job)
     assert {name: a.shape for name, a in batch.items()} == dict.fromkeys(
         ("inputs", "targets", "weights", "segments", "positions"), (512, 8192)
     )
@@ -234,9 +243,7 @@ def test_a_plan_needs_no_data():
 
 def test_a_vocabulary_that_only_data_know_is_asked_for():
     devices = jax.devices()[:1]
-    vocabulary = lambda **changes: (
-        plan.job_of(change(TINY, model__vocab_size=None, **changes), devices).cfg.model.vocab_size
-    )
+    vocabulary = lambda **changes: job_of(change(TINY, model__vocab_size=None, **changes), devices).cfg.model.vocab_size
     assert vocabulary(data__kind="stdlib", data__tokenizer="bytes") == 259
     for changes in (dict(data__kind="stdlib", data__tokenizer="chars"), dict(data__kind="tokens", data__path="x")):
         with pytest.raises(ValueError, match=r"model\.vocab_size=None: .*--config\.model\.vocab_size=N"):
@@ -245,7 +252,7 @@ def test_a_vocabulary_that_only_data_know_is_asked_for():
 
 def test_a_length_in_epochs_needs_no_data_either():
     cfg = change(TINY, steps=None, epochs=2.0, optimizer__warmup_steps=7, optimizer__schedule="cosine")
-    assert plan.job_of(cfg, jax.devices()[:1]).steps > 7
+    assert job_of(cfg, jax.devices()[:1]).steps > 7
 
 
 @pytest.mark.parametrize(
@@ -257,16 +264,16 @@ def test_a_length_in_epochs_needs_no_data_either():
     ],
 )  # fmt: skip
 def test_what_a_program_lacks_is_read_from_the_compilers_message(message, needs, has):
-    error = plan.too_large(message)
+    error = too_large(message)
     assert (error.needs, error.has) == (needs * GiB, has * GiB)
-    assert plan.too_large("E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem") is None
+    assert too_large("E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem") is None
 
 
 def test_flops_of_attention_kernels():
     q, k = "bf16[2,8,64,128]{3,2,1,0}", "bf16[2,2,64,128]{3,2,1,0}"
-    call = lambda name: hlo.Kernel(name, 3, ("s8[1,1]{1,0}", q, k, k), None)
+    call = lambda name: hlo.KernelCall(name, 3, ("s8[1,1]{1,0}", q, k, k), None)
     square = 3 * 2 * 2 * 8 * 64 * 64 * 128  # of three calls, one product
-    flops = lambda *names: [row["flops"] for row in plan.kernel_flops([call(n) for n in names], 0.5)]
+    flops = lambda *names: [row["flops"] for row in kernel_flops([call(n) for n in names], 0.5)]
     assert flops("splash_mha_fwd_residuals", "splash_mha_dkv_no_residuals", "mine") == [square, 2.5 * square, None]
     assert flops("splash_mqa_fwd", "splash_mqa_dkv", "splash_mqa_dq") == [square, 2 * square, 1.5 * square]
 
@@ -286,16 +293,16 @@ def test_a_search_cuts_the_batch_until_it_fits_and_doubles_it_while_it_does(monk
             {"memory": {"total": GiB / 2}} if fits else {"needs_bytes": 2 * GiB}
         )  # fmt: skip
 
-    monkeypatch.setattr(plan, "plan", fake)
-    job = plan.job_of(change(TINY, batch_size=8), jax.devices()[:2])  # four rows a device
-    found = list(plan.search(job, "here"))
+    monkeypatch.setattr("minitf.plan.figures.plan", fake)
+    job = job_of(change(TINY, batch_size=8), jax.devices()[:2])  # four rows a device
+    found = list(search(job, "here"))
     tried = lambda remat: [(p["batch_size"], p["accumulation"], p["fits"]) for p in found if p["remat"] == remat]
     assert tried("none") == [(8, 1, False), (8, 2, False), (8, 4, True)]
     assert tried("full") == [(8, 1, True), (16, 1, True), (32, 1, True)]
     assert tried("dots") == [(8, 1, True), (16, 1, False)]
     assert tried("offload") == [(8, 1, False)]
     assert {p["remat"] for p in found} == set(REMAT)
-    text = plan.searched(found)
+    text = searched(found)
     assert "most tokens/s: --config.model.remat=full --config.batch_size=32 --config.accumulation=1" in text
     assert "refused: the compiler refuses the train step: no such memory" in text
     assert math.isclose(sum("does not fit" in line for line in text.splitlines()), sum(not p["fits"] for p in found))
@@ -304,8 +311,8 @@ def test_a_search_cuts_the_batch_until_it_fits_and_doubles_it_while_it_does(monk
 @needs_compiler
 @pytest.mark.slow
 def test_a_search_on_a_topology(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "REMAT", {name: REMAT[name] for name in ("products", "full")})
-    found = list(plan.search(plan.job_of(change(TOY, batch_size=4), topology.find_devices("v5e:2x2")), "v5e:2x2"))
+    monkeypatch.setattr("minitf.plan.report.REMAT", {name: REMAT[name] for name in ("products", "full")})
+    found = list(search(job_of(change(TOY, batch_size=4), topology.find_devices("v5e:2x2")), "v5e:2x2"))
     assert [(p["remat"], p["batch_size"], p["fits"]) for p in found] == [
         (remat, n, True) for remat in ("products", "full") for n in (4, 8, 16)
     ]
@@ -320,6 +327,6 @@ def test_nothing_happens_at_import():
 @pytest.mark.parametrize("name", ["v9:1x1", "v5e"])
 def test_a_mistake_is_one_message_and_status_2(name, capsys):
     with pytest.raises(SystemExit) as e:
-        plan.main(["--config", str(ROOT / "configs/tiny.py"), "--topology", name])
+        main(["--config", str(ROOT / "configs/tiny.py"), "--topology", name])
     assert e.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1

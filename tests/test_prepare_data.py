@@ -23,7 +23,8 @@ import zstandard
 from common import ROOT
 
 from minitf.data import datasets, long_texts, store
-from minitf.data.tokenizer import ByteTokenizer, load_tokenizer
+from minitf.data.tokenizer import ByteTokenizer
+from minitf.data.tokenizer_files import load_tokenizer
 from tools import prepare_data, train_tokenizer
 from tools.preparation import directory, documents, duplicates, tokens, workers
 
@@ -378,8 +379,8 @@ def test_a_text_of_any_length_has_the_ids_of_the_whole(bpe, monkeypatch):
     tokenizer = load_tokenizer(Path(bpe) / "tokenizer.json")
     rng = random.Random(2)
     texts = ["".join(rng.choice(ALPHABET) for _ in range(9000)), "x" * 9000, "x y\n" * 99 + "x" * 9000]
-    monkeypatch.setattr(long_texts, "PIECE", 500)
-    monkeypatch.setattr(long_texts, "pieces", functools.partial(long_texts.pieces, size=500))
+    monkeypatch.setattr("minitf.data.long_texts.PIECE_BYTES", 500)
+    monkeypatch.setattr("minitf.data.long_texts.pieces", functools.partial(long_texts.pieces, size=500))
     batches = []
     real = type(tokenizer).encode_batch
     for text in texts:
@@ -405,7 +406,7 @@ def test_long_documents_are_stored_as_short_ones(tmp_path, monkeypatch, bpe):
     for module in (documents, long_texts):
         monkeypatch.setattr(module, "BLOCK", 999)
     monkeypatch.setattr(tokens, "BATCH", 700)
-    monkeypatch.setattr(long_texts, "pieces", functools.partial(long_texts.pieces, size=150))
+    monkeypatch.setattr("minitf.data.long_texts.pieces", functools.partial(long_texts.pieces, size=150))
     for tokenizer, files in expected.items():
         assert (
             contents(prepare(tmp_path / f"again{len(tokenizer)}", folder, tokenizer=tokenizer, dedup="near")) == files
@@ -451,7 +452,7 @@ class Killed(BaseException):
 
 def kill_at(monkeypatch, number, after=False):
     """The number-th record that the tool writes is its last deed, or what it no longer does."""
-    real, calls = directory.write_durably, []
+    real, calls = directory.write_whole, []
 
     def write(path, data):
         calls.append(path)
@@ -461,7 +462,7 @@ def kill_at(monkeypatch, number, after=False):
             raise Killed
         real(path, data)
 
-    monkeypatch.setattr(directory, "write_durably", write)
+    monkeypatch.setattr(directory, "write_whole", write)
 
 
 def leave_torn(unfinished):
@@ -1025,7 +1026,7 @@ def test_B22_a_long_text_has_its_ids_where_the_tokenizer_marks_each_text(tmp_pat
     rng = random.Random(0)
     text = "".join(rng.choices(["a", "b", " ", "\n", "ab", " a"], k=40_000))
     (tmp_path / "x.txt").write_text(text)
-    monkeypatch.setattr(long_texts, "PIECE", 2000)
+    monkeypatch.setattr("minitf.data.long_texts.PIECE_BYTES", 2000)
     monkeypatch.setattr(long_texts.pieces, "__defaults__", (2000, long_texts.WINDOW))
     out = prepare(tmp_path / "out", tmp_path / "x.txt", tokenizer=str(tmp_path / "t"), val_fraction=0)
     ids = tokenizer.encode(text, add_special_tokens=False).ids

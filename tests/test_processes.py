@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from common import Processes, arguments, change, launch, steps_of, text_config
 
-from minitf import run
+from minitf.workdir import resolve
 from tools import compare_runs
 
 pytestmark = pytest.mark.usefixtures("rate_known")
@@ -44,7 +44,7 @@ def alone(corpus, tmp_path_factory):
 
 
 def read(workdir):
-    return compare_runs.read(run.resolve(str(workdir)))
+    return compare_runs.read(resolve(str(workdir)))
 
 
 def assert_equal_runs(a, b, tolerance=1e-5):

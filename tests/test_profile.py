@@ -11,8 +11,8 @@ from common import change, launch, series, text_config
 from etils import epath
 from jax.profiler import ProfileData
 
-from minitf.metrics import json_lines
-from minitf.profile import Profile
+from minitf.runtime.log import json_lines
+from minitf.runtime.profile import Profile
 from tools import profile_summary
 from tools.profile_summary import Instruction, Ran, covered, own_times
 

@@ -13,11 +13,14 @@ import pytest
 import real_weights
 from assets import asset
 
-from minitf import evaluate, generate, run, sharding
+from minitf import evaluate, generate
 from minitf.huggingface.convert import export_model, import_model
 from minitf.model.transformer import model as logits_of
-from minitf.sampling import Completion, Sampling
-from minitf.sharding import MeshConfig
+from minitf.sampling import Sampling
+from minitf.sharding.devices import make_mesh
+from minitf.sharding.mesh import MeshConfig
+from minitf.text import Completion
+from minitf.workdir import load_model, resolve, tokenizer_of
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +31,9 @@ class Imported:
     def __init__(self, folder: Path, workdir: Path):
         import_model(folder, workdir)
         self.folder, self.workdir = folder, workdir
-        self.model = run.load_model(workdir)
+        self.model = load_model(workdir)
         self.cfg, self.params = self.model.cfg, self.model.params
-        self.tokenizer = run.tokenizer_of(run.resolve(str(workdir)))
+        self.tokenizer = tokenizer_of(resolve(str(workdir)))
         self._logits = jax.jit(lambda params, ids: logits_of(params, ids, self.cfg.model))
 
     def logits(self, ids) -> np.ndarray:
@@ -52,7 +55,7 @@ class Imported:
 
     def written(self, texts: list[str], n: int) -> list[Completion]:
         """The likeliest tokens after each text, by a cache."""
-        mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         writer = generate.writer_of(self.model, self.tokenizer, mesh)
         return writer.complete([writer.ids(text) for text in texts], [n] * len(texts), Sampling(temperature=0))
 

@@ -21,14 +21,17 @@ from common import ROOT, TINY, change, launch, series, text_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from watched_rows import Watched
 
-from minitf import distributed, metrics, run, sharding, train
 from minitf import job as job_lib
-from minitf import params as P
-from minitf.checkpoint import Checkpoints
+from minitf import train
 from minitf.data import datasets, pipeline
 from minitf.data.store import DataError
-from minitf.metrics import json_lines
-from minitf.sharding import MeshConfig
+from minitf.params import named
+from minitf.runtime import watch
+from minitf.runtime.checkpoint import Checkpoints
+from minitf.runtime.log import json_lines
+from minitf.runtime.writer import MetricWriter
+from minitf.sharding.mesh import MeshConfig, surroundings
+from minitf.workdir import begin, check_params, checkpoints_of, differences, load_model, resolve
 from tests.test_checkpoint import largest_file, truncate
 from tools import compare_runs
 
@@ -43,18 +46,18 @@ def saving(corpus, **changes):
 
 def about(workdir, step):
     """What the checkpoint of a step says."""
-    with run.checkpoints_of(run.resolve(str(workdir))) as checkpoints:
+    with checkpoints_of(resolve(str(workdir))) as checkpoints:
         return checkpoints.about(step)
 
 
 def same(a, b) -> None:
     """Asserts that two runs recorded the same batches, losses and parameters in all steps that both recorded."""
-    lines, equal = compare_runs.compare(*(compare_runs.read(run.resolve(str(w))) for w in (a, b)))
+    lines, equal = compare_runs.compare(*(compare_runs.read(resolve(str(w))) for w in (a, b)))
     assert equal, "\n".join(lines)
 
 
 def final(workdir):
-    return jax.tree.map(np.asarray, run.load_model(workdir).params)
+    return jax.tree.map(np.asarray, load_model(workdir).params)
 
 
 class Killed(BaseException):
@@ -64,7 +67,7 @@ class Killed(BaseException):
 @contextlib.contextmanager
 def killed_after(step):
     """The run dies as soon as it has logged this step."""
-    write = metrics.MetricWriter.write
+    write = MetricWriter.write
 
     def dying(self, at, values):
         write(self, at, values)
@@ -72,7 +75,7 @@ def killed_after(step):
             raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics.MetricWriter, "write", dying)
+        patch.setattr(MetricWriter, "write", dying)
         with contextlib.suppress(Killed):
             yield
             raise AssertionError(f"the run lived on after step {step}")
@@ -121,12 +124,12 @@ def test_P20_interrupted_run_equals_the_uninterrupted(corpus, undisturbed, tmp_p
     assert status == 0
     assert list(series(lines, "train/loss")) == list(range(1, 21))
     for tag in ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_seen"):
-        assert series(lines, tag) == series(json_lines(run.resolve(str(whole)) / "metrics.jsonl"), tag)
+        assert series(lines, tag) == series(json_lines(resolve(str(whole)) / "metrics.jsonl"), tag)
     same(whole, tmp_path / "w")
     jax.tree.map(np.testing.assert_array_equal, final(whole), final(tmp_path / "w"))
     assert about(tmp_path / "w", 20)["arrays"] == about(whole, 20)["arrays"]  # the optimizer's state too
     # The comparison is worth something: batches differ from step to step, and each epoch has its own order.
-    batches = compare_runs.read(run.resolve(str(whole))).batches
+    batches = compare_runs.read(resolve(str(whole))).batches
     assert len(set(batches.values())) == 20
 
 
@@ -147,7 +150,7 @@ def test_P21_dropout_goes_on_where_it_was(corpus, undisturbed, tmp_path):
     launch(saving(corpus, **changes), tmp_path / "w")
     same(whole, tmp_path / "w")
     # Without shuffling step 11 sees the batch of step 1: a dropout that began again would give its masks again.
-    batches = compare_runs.read(run.resolve(str(whole))).batches
+    batches = compare_runs.read(resolve(str(whole))).batches
     assert batches[1] == batches[11]
 
 
@@ -231,13 +234,13 @@ def test_a_stopped_run_saves_at_once_and_evaluates_when_it_goes_on(corpus, undis
 
     for _ in range(4):
         monkeypatch.setattr(train.Watchdog, "beat", beat)
-        assert launch(cfg, tmp_path / "w")[0] == distributed.INTERRUPTED  # each time after two steps
+        assert launch(cfg, tmp_path / "w")[0] == watch.INTERRUPTED  # each time after two steps
     assert about(tmp_path / "w", 8)["evaluation"] is None
     monkeypatch.undo()
     _, lines = launch(cfg, tmp_path / "w")
     whole = undisturbed(steps=10, eval_every=2)
     assert list(series(lines, "eval/loss")) == [2, 4, 6, 8, 10]
-    assert series(lines, "eval/loss") == series(json_lines(run.resolve(str(whole)) / "metrics.jsonl"), "eval/loss")
+    assert series(lines, "eval/loss") == series(json_lines(resolve(str(whole)) / "metrics.jsonl"), "eval/loss")
     same(whole, tmp_path / "w")
 
 
@@ -252,8 +255,8 @@ def test_a_stop_in_the_middle_of_long_work_is_acted_on_at_once(doing, corpus, un
         release.wait(60)
 
     monkeypatch.setattr(train, doing, long)
-    monkeypatch.setattr(distributed, "BY_ITSELF", 0.1)
-    assert launch(cfg, tmp_path / "w")[0] == distributed.INTERRUPTED
+    monkeypatch.setattr("minitf.runtime.watch.BY_ITSELF", 0.1)
+    assert launch(cfg, tmp_path / "w")[0] == watch.INTERRUPTED
     assert not release.is_set()
     monkeypatch.undo()
     release.set()
@@ -277,7 +280,7 @@ def test_a_stop_in_the_last_evaluation_leaves_it_to_the_next_start(corpus, tmp_p
         return real(*args)  # asks at its first batch
 
     monkeypatch.setattr(train, "evaluate", stopped)
-    assert launch(cfg, tmp_path / "w")[0] == distributed.INTERRUPTED
+    assert launch(cfg, tmp_path / "w")[0] == watch.INTERRUPTED
     monkeypatch.undo()
     for _ in range(2):
         status, lines = launch(cfg, tmp_path / "w")
@@ -300,8 +303,8 @@ def test_a_stop_before_the_first_step_ends_the_start(doing, corpus, tmp_path, mo
         )
     else:
         monkeypatch.setattr(train, doing, long)
-    monkeypatch.setattr(distributed, "BY_ITSELF", 0.1)
-    with pytest.raises(distributed.Stopped, match="SIGTERM"):
+    monkeypatch.setattr("minitf.runtime.watch.BY_ITSELF", 0.1)
+    with pytest.raises(watch.Stopped, match="SIGTERM"):
         launch(cfg, tmp_path / "w")
     assert not release.is_set()
     release.set()
@@ -341,8 +344,8 @@ def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
     cfg = change(cfg, mesh=mesh)
     job = job_lib.prepare(cfg, jax.devices()[:devices])
     with (
-        sharding.surroundings(job.mesh, job.cfg.model.dtype),
-        run.checkpoints_of(run.resolve(str(tmp_path / "w"))) as checkpoints,
+        surroundings(job.mesh, job.cfg.model.dtype),
+        checkpoints_of(resolve(str(tmp_path / "w"))) as checkpoints,
     ):
         restored = checkpoints.restore_newest(
             job_lib.program(job).state
@@ -350,11 +353,11 @@ def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
         assert restored.about["step"] == int(restored.tree.step) == restored.about["data"]["next_batch"] == 5
     status, lines = launch(cfg, tmp_path / "w", devices=devices)
     assert status == 0
-    expected = json_lines(run.resolve(str(eight)) / "metrics.jsonl")
+    expected = json_lines(resolve(str(eight)) / "metrics.jsonl")
     assert series(lines, "train/loss") == pytest.approx(series(expected, "train/loss"), abs=1e-5)
     assert list(series(lines, "train/loss")) == list(range(1, 16))
     # The same rows, whatever the mesh.
-    a, b = (compare_runs.read(run.resolve(str(w))).batches for w in (tmp_path / "w", eight))
+    a, b = (compare_runs.read(resolve(str(w))).batches for w in (tmp_path / "w", eight))
     assert a == b
 
 
@@ -452,11 +455,11 @@ def test_another_schedule_says_old_and_new_rate_of_its_first_step(corpus):
 )
 def test_P27_b_what_must_not_change_is_refused_with_old_and_new(corpus, tmp_path, changes, lines):
     config_of = lambda cfg: job_lib.prepare(cfg, jax.devices()[:1]).cfg
-    workdir = run.resolve(str(tmp_path))
-    run.begin(workdir, config_of(saving(corpus, steps=1)))
+    workdir = resolve(str(tmp_path))
+    begin(workdir, config_of(saving(corpus, steps=1)))
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(ValueError, match="holds a run with other settings") as refused:
-        run.begin(workdir, config_of(saving(corpus, steps=5, **changes)))
+        begin(workdir, config_of(saving(corpus, steps=5, **changes)))
     message = str(refused.value)
     assert f"\n  {lines}\n" in message
     assert "--overwrite" in message
@@ -487,13 +490,13 @@ def test_what_may_change_may_and_is_told(corpus, undisturbed, tmp_path):
     launch(cfg, tmp_path / "w")
     free = dict(log_every=5, accumulation=4, data__threads=2, profile=(12, 2))
     more = dict(model__remat="full", model__unroll=2, model__dtype="bfloat16", optimizer__learning_rate=1e-4)
-    assert run.differences(cfg, change(cfg, **more))[0] == []
+    assert differences(cfg, change(cfg, **more))[0] == []
     job = job_lib.prepare(saving(corpus, **free), jax.devices()[:1])
-    found, changed = run.begin(run.resolve(str(tmp_path / "w")), job.cfg)
+    found, changed = begin(resolve(str(tmp_path / "w")), job.cfg)
     assert found
     assert {line.split(":")[0].replace(".", "__") for line in changed} == {"steps", *free}
     _, lines = launch(saving(corpus, **free), tmp_path / "w")
-    expected = series(json_lines(run.resolve(str(undisturbed())) / "metrics.jsonl"), "train/loss")
+    expected = series(json_lines(resolve(str(undisturbed())) / "metrics.jsonl"), "train/loss")
     assert series(lines, "train/loss")[20] == pytest.approx(expected[20], abs=1e-5)
 
 
@@ -512,7 +515,7 @@ def test_settings_newer_than_the_run_are_at_their_defaults_and_unknown_ones_refu
     del stored["watchdog"]
     path.write_text(json.dumps(stored))
     job = job_lib.prepare(saving(corpus, steps=5), jax.devices()[:1])
-    assert "new since: watchdog" in run.begin(run.resolve(str(tmp_path / "w")), job.cfg)[1]
+    assert "new since: watchdog" in begin(resolve(str(tmp_path / "w")), job.cfg)[1]
     path.write_text(json.dumps(stored | {"watchdogs": {}}))
     assert "watchdogs: no such setting; did you mean 'watchdog'?" in refusal(saving(corpus, steps=5), tmp_path / "w")
 
@@ -522,16 +525,16 @@ def test_settings_newer_than_the_run_are_at_their_defaults_and_unknown_ones_refu
 
 def test_load_model_needs_only_the_directory(on_eight):
     _, _, workdir = on_eight
-    model = run.load_model(workdir)
+    model = load_model(workdir)
     assert (model.step, model.cfg.model.vocab_size) == (15, 64)
     assert {len(a.devices()) for a in jax.tree.leaves(model.params)} == {1}
     saved = about(workdir, 15)["arrays"]
-    assert {f"params/{name}" for name, _ in P.named(model.params)} == {n for n in saved if n.startswith("params/")}
-    older = run.load_model(str(workdir), step=5)
+    assert {f"params/{name}" for name, _ in named(model.params)} == {n for n in saved if n.startswith("params/")}
+    older = load_model(str(workdir), step=5)
     assert older.step == 5
     assert not np.array_equal(older.params["embedding"], model.params["embedding"])
     with pytest.raises(ValueError, match=r"no checkpoint of step 7; there are those of \[5, 10, 15\]"):
-        run.load_model(workdir, step=7)
+        load_model(workdir, step=7)
 
 
 def test_init_from_takes_the_parameters_alone(corpus, undisturbed, tmp_path):
@@ -544,9 +547,7 @@ def test_init_from_takes_the_parameters_alone(corpus, undisturbed, tmp_path):
     assert moments
     assert all(arrays[n] != trained[n] for n in moments)  # the optimizer starts anew
     with pytest.raises(ValueError, match=r"shape of params/embedding: saved .*, wanted .*"):
-        run.check_params(
-            run.resolve(str(source)), job_lib.prepare(saving(corpus, model__dim=32), jax.devices()[:1]).specs
-        )
+        check_params(resolve(str(source)), job_lib.prepare(saving(corpus, model__dim=32), jax.devices()[:1]).specs)
 
 
 # ---- faults
@@ -555,7 +556,7 @@ def test_init_from_takes_the_parameters_alone(corpus, undisturbed, tmp_path):
 def test_P30_resume_from_the_newest_good_checkpoint_is_told_and_loses_nothing(corpus, undisturbed, tmp_path, capsys):
     with killed_after(17):
         launch(saving(corpus, checkpoint__every=5), tmp_path / "w")
-    truncate(largest_file(run.resolve(str(tmp_path / "w/checkpoints/15"))))
+    truncate(largest_file(resolve(str(tmp_path / "w/checkpoints/15"))))
     capsys.readouterr()
     status, lines = launch(saving(corpus, checkpoint__every=5), tmp_path / "w")
     out = capsys.readouterr().out
@@ -630,11 +631,11 @@ def test_P47_a_failing_record_ends_the_run_with_its_error_and_the_last_good_step
         recursive=True
     )  # other tests' may be there, such as Python's tracker of resources
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "training_rows", failing)
+        patch.setattr("minitf.data.pipeline.training_rows", failing)
         with pytest.raises(train.BatchError, match=r"^the batch of step 8: RuntimeError: this record cannot be read"):
             launch(saving(corpus), tmp_path / "w")
     assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["7"]
-    lines = json_lines(run.resolve(str(tmp_path / "w")) / "metrics.jsonl")
+    lines = json_lines(resolve(str(tmp_path / "w")) / "metrics.jsonl")
     assert list(series(lines, "train/loss")) == list(range(1, 8))  # of the steps that were done, nothing is lost
     # Rows are read by threads: there is no process that could die alone or stay behind.
     assert psutil.Process().children(recursive=True) == before
@@ -696,7 +697,7 @@ def test_events_tell_the_life_of_the_run(corpus, tmp_path):
     with killed_after(7):
         launch(saving(corpus, steps=10, checkpoint__every=5, eval_every=5), tmp_path / "w")
     launch(saving(corpus, steps=10, checkpoint__every=5, eval_every=5), tmp_path / "w")
-    events = json_lines(run.resolve(str(tmp_path / "w")) / "events.jsonl")
+    events = json_lines(resolve(str(tmp_path / "w")) / "events.jsonl")
     told = [e["event"] for e in events if e.get("state") != "begin" and e["event"] != "steps"]
     assert told == [
         *("start", "init", "compile", "first_step", "evaluation", "save", "stop"),

@@ -16,15 +16,17 @@ from etils import epath
 from etils.epath import backend, gpath
 from tensorboardX import record_writer
 
-from minitf import metrics, run
-from minitf.checkpoint import Checkpoints
-from minitf.distributed import start_ticks
-from minitf.metrics import json_lines
+from minitf.paths import write_whole
+from minitf.runtime import lock as lock_lib
+from minitf.runtime.checkpoint import Checkpoints
+from minitf.runtime.log import JsonLines, json_lines
+from minitf.runtime.watch import start_ticks
+from minitf.workdir import differences, load_model, resolve
 
 
 def held_by(workdir, **changes) -> None:
     """Writes a lock as another run would: of this machine and a process that lives (our parent) unless changed."""
-    other = run.ourselves() | {
+    other = lock_lib.ourselves() | {
         "pid": os.getppid(),
         "started": start_ticks(os.getppid()),
         "time": time.time(),
@@ -46,9 +48,9 @@ def workdir(tmp_path):
 
 
 def test_lock_is_there_while_held_and_gone_after(workdir):
-    with run.locked(workdir / "new"):
+    with lock_lib.locked(workdir / "new"):
         lock = json.loads((workdir / "new/lock.json").read_text())
-        assert (lock["pid"], lock["host"]) == (os.getpid(), run.ourselves()["host"])
+        assert (lock["pid"], lock["host"]) == (os.getpid(), lock_lib.ourselves()["host"])
         assert abs(lock["time"] - time.time()) < 60
     assert list((workdir / "new").iterdir()) == []
 
@@ -58,7 +60,7 @@ def test_a_living_run_on_this_machine_is_not_disturbed(workdir):
     before = (workdir / "lock.json").read_text()
     with (
         pytest.raises(ValueError, match=rf"another run writes there \(process {os.getppid()} on "),
-        run.locked(workdir),
+        lock_lib.locked(workdir),
     ):
         pass
     assert (workdir / "lock.json").read_text() == before
@@ -85,7 +87,7 @@ def gone() -> int:
 def test_a_dead_run_is_taken_over_at_once_and_told(workdir, changes, why, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     held_by(workdir, **changes())
-    with run.locked(workdir):
+    with lock_lib.locked(workdir):
         assert json.loads((workdir / "lock.json").read_text())["pid"] == os.getpid()
     (line,) = capsys.readouterr().out.splitlines()
     assert re.search(f"taking over from a run that has not ended: {why}", line)
@@ -93,13 +95,13 @@ def test_a_dead_run_is_taken_over_at_once_and_told(workdir, changes, why, monkey
 
 def test_a_torn_lock_is_none(workdir):
     (workdir / "lock.json").write_text('{"host": "x", "pi')
-    with run.locked(workdir):
+    with lock_lib.locked(workdir):
         pass
 
 
 def test_a_run_elsewhere_that_shows_life_is_not_disturbed(workdir):
     held_by(workdir, **ELSEWHERE)
-    other = run.Lock(workdir / "lock.json")
+    other = lock_lib.Lock(workdir / "lock.json")
     other._us |= ELSEWHERE
     stop = threading.Event()
 
@@ -113,7 +115,7 @@ def test_a_run_elsewhere_that_shows_life_is_not_disturbed(workdir):
     try:
         with (
             pytest.raises(ValueError, match=r"another run writes there \(process .* on elsewhere\)"),
-            run.locked(workdir),
+            lock_lib.locked(workdir),
         ):
             pass
     finally:
@@ -122,9 +124,9 @@ def test_a_run_elsewhere_that_shows_life_is_not_disturbed(workdir):
 
 
 def test_a_silent_run_elsewhere_is_taken_over_after_a_while_whatever_its_clock_says(workdir, monkeypatch, capsys):
-    monkeypatch.setattr(run, "STALE", 0.2)
+    monkeypatch.setattr("minitf.runtime.lock.STALE", 0.2)
     held_by(workdir, **ELSEWHERE, time=time.time() + 1e6)
-    with run.locked(workdir):
+    with lock_lib.locked(workdir):
         pass
     waiting, taken = capsys.readouterr().out.splitlines()
     assert "waiting up to 0 s for a sign of life" in waiting
@@ -132,8 +134,8 @@ def test_a_silent_run_elsewhere_is_taken_over_after_a_while_whatever_its_clock_s
 
 
 def test_a_lock_that_was_taken_over_is_noticed_and_left_alone(workdir, monkeypatch):
-    monkeypatch.setattr(run, "RENEWED", 0.01)
-    with run.locked(workdir) as lock:
+    monkeypatch.setattr("minitf.runtime.lock.RENEWED", 0.01)
+    with lock_lib.locked(workdir) as lock:
         held_by(workdir, **ELSEWHERE)
         for _ in range(1000):
             if lock.lost:
@@ -144,8 +146,8 @@ def test_a_lock_that_was_taken_over_is_noticed_and_left_alone(workdir, monkeypat
 
 
 def test_lock_is_renewed(workdir, monkeypatch):
-    monkeypatch.setattr(run, "RENEWED", 0.01)
-    with run.locked(workdir) as lock:
+    monkeypatch.setattr("minitf.runtime.lock.RENEWED", 0.01)
+    with lock_lib.locked(workdir) as lock:
         first = json.loads((workdir / "lock.json").read_text())["time"]
         for _ in range(1000):
             with contextlib.suppress(ValueError):  # read in the middle of a write
@@ -160,8 +162,8 @@ def test_lock_is_renewed(workdir, monkeypatch):
 HOLD = """
 import sys
 from etils import epath
-from minitf import run
-with run.locked(epath.Path(sys.argv[1])):
+from minitf.runtime import lock
+with lock.locked(epath.Path(sys.argv[1])):
     print("in", flush=True)
     sys.stdin.read()
 """
@@ -264,7 +266,7 @@ def test_an_object_store_holds_a_run_that_resumes(corpus, object_store):
     _, lines = launch(change(cfg, steps=4), workdir)
     assert list(series(lines, "train/loss")) == [1, 2, 3, 4]
     assert [e["event"] for e in json_lines(epath.Path(workdir) / "events.jsonl")].count("start") == 2
-    assert run.load_model(workdir).step == 4
+    assert load_model(workdir).step == 4
     names = {p.name.split(".")[0] for p in folder.iterdir()}
     assert names == {"checkpoints", "config", "metrics", "events", "tokenizer", "frame"}  # the lock is gone
     _, lines = launch(change(cfg, steps=1, checkpoint__last=False), workdir, overwrite=True)
@@ -275,43 +277,43 @@ def test_an_object_store_has_one_run_at_a_time(object_store):
     workdir, folder = object_store
     folder.mkdir(parents=True)
     held_by(folder)
-    with pytest.raises(ValueError, match="another run writes there"), run.locked(run.resolve(workdir)):
+    with pytest.raises(ValueError, match="another run writes there"), lock_lib.locked(resolve(workdir)):
         pass
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/a run/é", "gs://bucket/x"])
 def test_names_in_object_stores_stay_as_they_are(name):
-    assert str(run.resolve(name)) == name
-    assert str(run.resolve(name) / "config.json") == name + "/config.json"
+    assert str(resolve(name)) == name
+    assert str(resolve(name) / "config.json") == name + "/config.json"
 
 
 def test_an_unknown_kind_of_store_is_refused():
     with pytest.raises(ValueError, match="--workdir ftp://x/y"):
-        run.resolve("ftp://x/y")
+        resolve("ftp://x/y")
 
 
 def test_settings_name_what_may_change_and_what_not():
     old = TINY
     new = change(old, model__dim=32, log_every=7, model__remat="full", data__seed=3)
-    fixed, free = run.differences(old, new)
+    fixed, free = differences(old, new)
     assert fixed == ["model.dim: 16 -> 32", "data.seed: None -> 3"]
     assert free == ["log_every: 1 -> 7", "model.remat: products -> full"]
-    assert run.differences(old, old) == ([], [])
+    assert differences(old, old) == ([], [])
 
 
 # ---- files
 
 
 def test_whole_files_replace_whole_files(workdir):
-    metrics.write_whole(workdir / "a", "one")
-    metrics.write_whole(workdir / "a", "two")
+    write_whole(workdir / "a", "one")
+    write_whole(workdir / "a", "two")
     assert [p.name for p in workdir.iterdir()] == ["a"]
     assert (workdir / "a").read_text() == "two"
 
 
 def test_json_lines_keep_what_is_whole_and_go_on(workdir):
     (workdir / "x").write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
-    lines = metrics.JsonLines(workdir / "x", keep=lambda v: v["step"] != 2)
+    lines = JsonLines(workdir / "x", keep=lambda v: v["step"] != 2)
     lines.add({"step": 3})
     assert json_lines(workdir / "x") == [{"step": 1}, {"step": 3}]
     lines.close()

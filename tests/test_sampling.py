@@ -11,11 +11,13 @@ from common import TINY, change, make_mesh, random_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitf import params as P
+from minitf import checks
 from minitf.data.frame import in_rows, of_tokenizer
 from minitf.data.tokenizer import ByteTokenizer, CharTokenizer
 from minitf.model.transformer import model
-from minitf.sampling import Completion, Sampler, Sampling, bucket, complete, draw, prepared, prompt_ids
+from minitf.params import named
+from minitf.sampling import Sampler, Sampling, bucket, draw, prepared
+from minitf.text import Completion, complete, prompt_ids
 
 GREEDY = Sampling(temperature=0)
 CFG = change(TINY, model__max_seq_len=64, model__pattern=("sliding", "full"), model__attention__window=5).model
@@ -124,7 +126,7 @@ def test_the_repetition_penalty_makes_what_was_seen_less_likely_on_both_sides_of
 def test_settings_that_cannot_work_are_refused(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"^--{name}={value}: must be "):
-        Sampling(**wrong).check("--")
+        checks.check(Sampling(**wrong), "--")
 
 
 # ---- rows
@@ -213,8 +215,8 @@ def test_layers_apart_change_nothing(layers, mesh):
 def test_weights_are_cast_once_where_products_are_in_16_bits():
     cfg = change(TINY, model__max_seq_len=64, model__dtype="bfloat16").model
     own, _ = prepared(random_params(cfg), cfg, make_mesh("1"))
-    assert {str(a.dtype) for name, a in P.named(own) if "norm" not in name} == {"bfloat16"}
-    assert {str(a.dtype) for name, a in P.named(own) if "norm" in name} == {"float32"}
+    assert {str(a.dtype) for name, a in named(own) if "norm" not in name} == {"bfloat16"}
+    assert {str(a.dtype) for name, a in named(own) if "norm" in name} == {"float32"}
 
 
 def test_an_end_token_ends_a_row_and_nothing_comes_behind():

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import pytest
 from common import TINY
 
-from minitf import settings
+from minitf import checks, settings
+from minitf.checks import check, check_value
 from minitf.config import Config
-from minitf.settings import check, check_value, flat, setting
+from minitf.settings import flat, setting
 from minitf.tables import Kind, did_you_mean, pick
 from tools import fuzz_config
 
@@ -34,7 +35,7 @@ def test_every_setting_declares_what_it_may_be():
 def test_a_setting_has_a_meaning_and_says_what_none_is(field):
     assert field.setting.meaning
     assert ("None:" in field.setting.meaning) == field.optional
-    for meaning in settings.kinds(field.setting).values():
+    for meaning in checks.kinds(field.setting).values():
         assert meaning
 
 
@@ -175,7 +176,7 @@ def test_a_changed_setting_without_effect_is_refused(cfg, message):
 
 
 class Case(NamedTuple):
-    choice: settings.Choice
+    choice: checks.Choice
     kind: str
     name: str  # of a setting that the kind does not read, and another does
 
@@ -183,7 +184,7 @@ class Case(NamedTuple):
 def unread_cases() -> list[Case]:
     return [
         Case(choice, kind, name)
-        for choice in settings.choices(Config)
+        for choice in checks.choices(Config)
         for name in dict.fromkeys(n for entry in choice.table.values() for n in entry.reads)
         for kind, entry in choice.table.items()
         if name not in entry.reads
@@ -203,7 +204,7 @@ def test_every_table_refuses_a_changed_setting_that_its_kind_does_not_read(case)
 
 def test_tables_that_read_settings_are_found():
     """Every table whose entries have `reads` is a choice of `settings.choices`, so that the test above sees it."""
-    found = {id(choice.table) for choice in settings.choices(Config)}
+    found = {id(choice.table) for choice in checks.choices(Config)}
     for f in FIELDS:
         table = f.setting.one_of() if f.setting.one_of else {}
         if any(getattr(entry, "reads", ()) for entry in table.values()):

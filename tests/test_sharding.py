@@ -7,15 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import TINY, assert_close, change, fit, make_mesh, random_batch, random_params
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
-from minitf import job as job_lib
-from minitf import sharding
-from minitf import step as step_lib
+from minitf import startup
 from minitf.model.transformer import model_params
 from minitf.params import Param
-from minitf.sharding import MeshConfig, mesh_shape
-from minitf.sharding import make_mesh as mesh_of
+from minitf.sharding.devices import make_mesh as mesh_of
+from minitf.sharding.devices import mesh_shape
+from minitf.sharding.mesh import AXES, MeshAxis, MeshConfig, batch_sharding, mesh_sizes, surroundings
+from minitf.sharding.rules import RULES, mesh_axes, shardings
+from minitf.sharding.seams import gather, pin
+from minitf.training import step as step_lib
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ from minitf.sharding import make_mesh as mesh_of
 )
 def test_P55_minus_one_fills_the_rest(cfg, shape):
     assert mesh_shape(cfg, 8) == (shape, (1, 1, 1))
-    assert shape == tuple(sharding.sizes(mesh_of(cfg)).values())
+    assert shape == tuple(mesh_sizes(mesh_of(cfg)).values())
 
 
 @pytest.mark.parametrize(
@@ -105,12 +107,12 @@ class Device:
 def test_hosts_lie_outermost_in_each_axis(monkeypatch):
     # Numbered otherwise than by host, and two processes a host.
     devices = [Device(i, slice_index=i % 2, process_index=i // 2) for i in range(16)]
-    monkeypatch.setattr(sharding, "Mesh", lambda grid, axes, axis_types: grid)
-    grid = sharding.make_mesh(MeshConfig(data=2, tensor=2), devices)
+    monkeypatch.setattr("minitf.sharding.devices.Mesh", lambda grid, axes, axis_types: grid)
+    grid = mesh_of(MeshConfig(data=2, tensor=2), devices)
     assert grid.shape == (2, 4, 1, 2)
     for host in (0, 1):
         assert {d.slice_index for d in grid[host].flat} == {host}
-    grid = sharding.make_mesh(MeshConfig(dcn_fsdp=2, data=2, tensor=2), devices)
+    grid = mesh_of(MeshConfig(dcn_fsdp=2, data=2, tensor=2), devices)
     assert grid.shape == (2, 4, 1, 2)
     for host in (0, 1):
         assert {d.slice_index for d in grid[:, 2 * host : 2 * host + 2].flat} == {host}
@@ -126,7 +128,7 @@ def test_hosts_lie_outermost_in_each_axis(monkeypatch):
 )
 def test_P54_a_size_that_does_not_divide_names_parameter_axis_and_sizes(mesh, changes, at, setting):
     with pytest.raises(ValueError) as e:
-        sharding.shardings(model_params(change(TINY.model, **changes)), make_mesh(mesh))
+        shardings(model_params(change(TINY.model, **changes)), make_mesh(mesh))
     axis, n = {"1x2x4": ("tensor", 4), "fsdp8": ("fsdp", 8), "2x2x2": ("tensor", 2)}[mesh]
     text = str(e.value)
     assert f"{at}, not divisible by mesh axis '{axis}' of size {n} ({setting} with mesh.{axis}={n}; " in text
@@ -137,9 +139,9 @@ def test_every_weight_is_spread_over_fsdp_and_tensor():
     mesh = make_mesh("2x2x2")
     for p in jax.tree.leaves(model_params(TINY.model), is_leaf=lambda x: isinstance(x, Param)):
         if p.kind in ("matrix", "embedding", "head"):
-            assert {a for axes in sharding.mesh_axes(p) for a in axes} >= {"fsdp", "tensor"}, p
-            assert sharding.shardings(p, mesh).num_devices == 8
-    assert {a for axes in sharding.RULES.values() for a in axes} <= set(sharding.AXES)
+            assert {a for axes in mesh_axes(p) for a in axes} >= {"fsdp", "tensor"}, p
+            assert shardings(p, mesh).num_devices == 8
+    assert {a for axes in RULES.values() for a in axes} <= set(AXES)
 
 
 def test_another_axis_is_a_line_in_each_table(monkeypatch):
@@ -153,42 +155,42 @@ def test_another_axis_is_a_line_in_each_table(monkeypatch):
     batch, params = random_batch(TINY), random_params(TINY.model)
     step = functools.partial(step_lib.gradients, step=jnp.int32(0), cfg=TINY)
     expected = jax.jit(step)(params, batch)
-    monkeypatch.setitem(sharding.AXES, "dummy", sharding.MeshAxis("dummy"))
-    monkeypatch.setitem(sharding.RULES, "mlp", ("tensor", "dummy"))
-    mesh = sharding.make_mesh(WithDummy(1, 2, 2))
-    assert sharding.sizes(mesh) == {"data": 1, "fsdp": 2, "tensor": 2, "dummy": 2}
+    monkeypatch.setitem(AXES, "dummy", MeshAxis("dummy"))
+    monkeypatch.setitem(RULES, "mlp", ("tensor", "dummy"))
+    mesh = mesh_of(WithDummy(1, 2, 2))
+    assert mesh_sizes(mesh) == {"data": 1, "fsdp": 2, "tensor": 2, "dummy": 2}
     specs = model_params(TINY.model)
-    layout = sharding.shardings(specs, mesh)
+    layout = shardings(specs, mesh)
     sharded, p = (tree["blocks"][0]["mlp"]["up"] for tree in (layout, specs))
     assert math.prod(p.full_shape) == 8 * math.prod(sharded.shard_shape(p.full_shape))
-    with sharding.surroundings(mesh, TINY.model.dtype):
-        placed = jax.device_put(batch, sharding.batch_sharding(mesh))
+    with surroundings(mesh, TINY.model.dtype):
+        placed = jax.device_put(batch, batch_sharding(mesh))
         found = jax.jit(step)(jax.device_put(params, layout), placed)
     assert_close(found, expected, 1e-5, relative_to_largest=True)
 
 
 def test_seams_are_identities_without_a_mesh():
     x = jnp.ones((2, 3, 4))
-    assert sharding.pin(x) is x
+    assert pin(x) is x
     spec = {"w": Param((4, 4), ("embed", "mlp"), "matrix", inputs=1), "s": Param((4,), ("norm",), "scale")}
-    out = sharding.gather({"w": jnp.ones((4, 4)), "s": jnp.ones(4)}, spec, "bfloat16")
+    out = gather({"w": jnp.ones((4, 4)), "s": jnp.ones(4)}, spec, "bfloat16")
     assert (out["w"].dtype, out["s"].dtype) == (jnp.bfloat16, jnp.float32)
 
 
 def test_gather_makes_weights_whole_along_fsdp_only():
     mesh = make_mesh("2x2x2")
     spec = Param((16, 32), ("embed", "mlp"), "matrix", inputs=1)
-    w = jax.device_put(np.ones((16, 32), np.float32), sharding.shardings(spec, mesh))
+    w = jax.device_put(np.ones((16, 32), np.float32), shardings(spec, mesh))
     with jax.set_mesh(mesh):
-        out = jax.jit(lambda w: sharding.gather(w, spec, "float32"))(w)
-    assert w.sharding.spec == PartitionSpec(("fsdp", "fsdp_inner"), ("tensor",))
+        out = jax.jit(lambda w: gather(w, spec, "float32"))(w)
+    assert w.sharding.spec == P(("fsdp", "fsdp_inner"), ("tensor",))
     assert out.sharding.shard_shape(out.shape) == (16, 16)
 
 
 def test_table_adds_up_to_the_bytes_on_a_device():
     specs, mesh = model_params(TINY.model), make_mesh("2x2x2")
-    text = job_lib.table(specs, mesh)
-    params = jax.device_put(random_params(TINY.model), sharding.shardings(specs, mesh))
+    text = startup.parameter_table(specs, mesh)
+    params = jax.device_put(random_params(TINY.model), shardings(specs, mesh))
     local = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(params))
     assert text.splitlines()[-1].split() == ["total", f"{local:,}"]
     assert "blocks/0/attention/q" in text

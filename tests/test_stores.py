@@ -28,16 +28,18 @@ from common import (
     some_texts,
 )
 
+from minitf import checks, startup, train
 from minitf import job as job_lib
-from minitf import run, sharding, train
-from minitf.checkpoint import Checkpoints
 from minitf.command_line import parse_value
 from minitf.data import datasets, pipeline
 from minitf.data.datasets import DataConfig
 from minitf.data.loader import LoaderError
 from minitf.data.mixture import Phase, order
 from minitf.data.pipeline import HostBatches, mixed_rows
-from minitf.metrics import json_lines
+from minitf.runtime.checkpoint import Checkpoints
+from minitf.runtime.log import json_lines
+from minitf.sharding.mesh import batch_sharding
+from minitf.workdir import resolve
 from tools import compare_runs
 
 PACKINGS = [dict(), dict(isolate_documents=True), dict(packing="best_fit"), dict(packing="documents")]
@@ -171,7 +173,7 @@ def test_another_tokenizer_in_a_mixture_is_refused(stores, tmp_path):
     with pytest.raises(ValueError, match=r"data\.mixture: the stores have different tokenizers"):
         job_lib.prepare(change(cfg, model__vocab_size=None), jax.devices()[:1])
     with pytest.raises(ValueError, match="names a store twice"):
-        job_lib.prepare(change(cfg, data__mixture=((str(other), 1.0), (str(other), 2.0))), jax.devices()[:1])
+        checks.check(change(cfg, data__mixture=((str(other), 1.0), (str(other), 2.0))))
 
 
 # ---- figures
@@ -291,7 +293,7 @@ def test_P22_a_new_process_goes_on_at_any_position(stores, tmp_path):
 def test_P47_a_worker_that_dies_is_an_error_and_none_stays_behind(stores):
     cfg = config_of(stores, workers=2).data
     rows = mixed_rows([datasets.load(cfg, None).train], [], 16, cfg, seed=3)
-    found = pipeline.batches(rows, 8, sharding.batch_sharding(make_mesh("1")), cfg)
+    found = pipeline.batches(rows, 8, batch_sharding(make_mesh("1")), cfg)
     assert len(list(itertools.islice(found, 4))) == 4  # from both
     workers = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
     assert len(workers) == 2
@@ -306,7 +308,7 @@ def test_P47_a_worker_that_dies_is_an_error_and_none_stays_behind(stores):
 
 
 def last_position(workdir):
-    with Checkpoints(run.resolve(str(workdir)) / "checkpoints", read_only=True) as checkpoints:
+    with Checkpoints(resolve(str(workdir)) / "checkpoints", read_only=True) as checkpoints:
         return checkpoints.newest_about()[1]["data"]
 
 
@@ -324,7 +326,7 @@ def test_a_run_on_a_mixture_goes_on_as_if_never_stopped(packing, stores, tmp_pat
         assert status == 0
     assert series(lines, "train/tokens_seen") == series(whole, "train/tokens_seen")
     assert ("train/positions_seen" in lines[-2]) == ("packing" in packing or packing.get("isolate_documents", False))
-    read = [compare_runs.read(run.resolve(str(tmp_path / name))) for name in ("whole", "parts")]
+    read = [compare_runs.read(resolve(str(tmp_path / name))) for name in ("whole", "parts")]
     assert read[0].batches == read[1].batches
     assert last_position(tmp_path / "parts")["mixture"] == [[0, [0.7, 0.3], [0, 0]]]
     # Evaluation is of each store and of both.
@@ -359,11 +361,9 @@ def test_a_run_goes_on_with_another_number_of_processes(mixture, stores, tmp_pat
             command = [f"--config.data.mixture={written}" if "data.mixture" in c else c for c in command]
         with Processes(n, "minitf.train", *command, devices=1, logs=tmp_path) as processes:
             assert processes.wait() == [0] * n, processes.err(0)
-    read = [compare_runs.read(run.resolve(str(tmp_path / name))) for name in ("alone", "w")]
+    read = [compare_runs.read(resolve(str(tmp_path / name))) for name in ("alone", "w")]
     assert read[0].batches == read[1].batches
-    losses = [
-        series(json_lines(run.resolve(str(tmp_path / n)) / "metrics.jsonl"), "train/loss") for n in ("alone", "w")
-    ]
+    losses = [series(json_lines(resolve(str(tmp_path / n)) / "metrics.jsonl"), "train/loss") for n in ("alone", "w")]
     assert_close(losses[1], losses[0], 1e-5)
 
 
@@ -381,7 +381,7 @@ def test_P37_fewer_rows_than_a_batch_wrap_around_and_are_said(packing, tmp_path)
     cfg = config_of(tmp_path, path=str(tmp_path / "one"), **packing)
     job = job_lib.prepare(cfg, jax.devices()[:1])
     assert 0 < job.rows < 8
-    assert f"{job.rows} training rows are fewer than batch_size=8" in job_lib.describe(job)
+    assert f"{job.rows} training rows are fewer than batch_size=8" in startup.describe(job)
     found = [np.asarray(b["inputs"]) for b in itertools.islice(job_lib.training_batches(job), 3)]
     assert len({row.tobytes() for batch in found for row in batch}) <= job.rows
 

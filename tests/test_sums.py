@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from common import TINY, change, make_mesh, random_params
 
-from minitf import params as P
-from minitf import sharding
-from minitf import step as step_lib
 from minitf.model.transformer import model_params
+from minitf.params import named
+from minitf.sharding.mesh import batch_sharding, surroundings
+from minitf.sharding.rules import shardings
+from minitf.training import step
 
 LENGTH, PIECE, TOKENS = 256, 1024, 65_536
 # Every kind of array that is summed over tokens: tables, matrices, biases, scales of norms and of heads, with every term of a loss.
@@ -57,17 +58,17 @@ def batch_of(text: str, tokens: int) -> dict[str, np.ndarray]:
 
 @functools.cache
 def gradients(cfg, mesh):
-    return mesh, jax.jit(functools.partial(step_lib.gradients, step=jnp.int32(0), cfg=cfg))
+    return mesh, jax.jit(functools.partial(step.gradients, step=jnp.int32(0), cfg=cfg))
 
 
 def gradient(cfg, batch, mesh=None) -> dict[str, np.ndarray]:
     """Name -> the gradient of the mean over all tokens."""
     mesh = mesh or make_mesh("1")
-    with sharding.surroundings(mesh, cfg.model.dtype):
-        params = jax.device_put(random_params(cfg.model), sharding.shardings(model_params(cfg.model), mesh))
-        batch = jax.device_put(batch, sharding.batch_sharding(mesh))
+    with surroundings(mesh, cfg.model.dtype):
+        params = jax.device_put(random_params(cfg.model), shardings(model_params(cfg.model), mesh))
+        batch = jax.device_put(batch, batch_sharding(mesh))
         _, grads = gradients(cfg, mesh)[1](params, batch)
-    return {name: np.asarray(g, np.float64) for name, g in P.named(grads)}
+    return {name: np.asarray(g, np.float64) for name, g in named(grads)}
 
 
 @functools.cache

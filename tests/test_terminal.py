@@ -6,7 +6,7 @@ import sys
 
 from common import arguments, change, run_module, text_config
 
-from minitf.terminal import lasting_output
+from minitf.runtime.terminal import lasting_output
 
 
 def test_B16_a_letter_that_cannot_be_shown_is_written_as_its_escape(monkeypatch):

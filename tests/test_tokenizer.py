@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from minitf.data import datasets
-from minitf.data.tokenizer import (
+from minitf.data.tokenizer import ByteTokenizer, CharTokenizer, id_dtype
+from minitf.data.tokenizer_files import (
     TOKENIZERS,
-    ByteTokenizer,
-    CharTokenizer,
     HuggingFaceTokenizer,
     check_name,
-    id_dtype,
     load_tokenizer,
     lost_note,
     make_tokenizer,

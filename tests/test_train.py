@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 from common import MESHES, ROOT, TEXT, change, launch, random_params, run_module, series, text_config
 
-from minitf import config, run, train
+from minitf import config, train
 from minitf import job as job_lib
-from minitf import params as P
-from minitf import step as step_lib
 from minitf.config import CompilerOptions
+from minitf.data import pipeline
+from minitf.data.store import Rows
 from minitf.model.transformer import model_params
-from minitf.params import group_of, named
+from minitf.params import group_of, init_params, named
+from minitf.sharding.mesh import batch_sharding
+from minitf.training import evaluation
+from minitf.training import step as step_lib
+from minitf.workdir import differences
 
 
 def test_P17_steps_schedule_and_evaluations_count_optimizer_steps(corpus, tmp_path, capsys):
@@ -166,7 +170,7 @@ def test_compiler_options_are_for_training_and_evaluation_and_may_change(corpus,
     programs = {p.name.split(".")[1] for p in dumps.iterdir()}
     assert programs >= {"jit_train_step", "jit_eval_step"}
     assert not programs & {"jit_init_state", "jit_first_state"}
-    assert run.differences(cfg, text_config(corpus, steps=1, eval_every=1, model__dim=8))[0] == []
+    assert differences(cfg, text_config(corpus, steps=1, eval_every=1, model__dim=8))[0] == []
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,6 @@ def stop_after(steps, losses):
 
 def test_evaluation_counts_bits_per_byte_of_the_text(corpus):
     # By hand: the reference's loss over the whole validation text, divided by ln 2; one byte a character.
-    from minitf.data.store import Rows
     from minitf.model import reference
 
     job = job_lib.prepare(text_config(corpus), jax.devices()[:1])
@@ -208,15 +211,12 @@ def test_evaluation_counts_bits_per_byte_of_the_text(corpus):
         nats += float(reference.loss_fn(params, row, job.cfg.model)) * row["weights"].sum()
     import functools
 
-    from minitf import sharding
-    from minitf.data import pipeline
-
     lengths = np.asarray(job.corpora[0].tokenizer.byte_lengths)
     with jax.set_mesh(job.mesh):
         step = jax.jit(functools.partial(step_lib.eval_step, byte_lengths=jax.numpy.asarray(lengths), cfg=job.cfg))
         data = pipeline.evaluation_rows(job.corpora[0].val, 16, job.cfg.data, 8, None)
-        batches = pipeline.batches(data, 8, sharding.batch_sharding(job.mesh), job.cfg.data)
-        values = step_lib.evaluate(step, params, {"": batches})
+        batches = pipeline.batches(data, 8, batch_sharding(job.mesh), job.cfg.data)
+        values = evaluation.evaluate(step, params, {"": batches})
     assert values["eval/loss"] == pytest.approx(nats / 299, abs=1e-5)
     assert values["eval/perplexity"] == pytest.approx(math.exp(nats / 299), rel=1e-4)
     assert values["eval/bits_per_byte"] == pytest.approx(nats / 299 / math.log(2), abs=1e-5)
@@ -225,7 +225,7 @@ def test_evaluation_counts_bits_per_byte_of_the_text(corpus):
 def test_norms_are_those_of_the_groups(corpus, tmp_path):
     cfg = text_config(corpus, steps=1, optimizer__kind="sgd", optimizer__learning_rate=1e-9)
     _, lines = launch(cfg, tmp_path / "w")
-    params = P.init(model_params(job_lib.prepare(cfg, jax.devices()[:1]).cfg.model), jax.random.key(0))
+    params = init_params(model_params(job_lib.prepare(cfg, jax.devices()[:1]).cfg.model), jax.random.key(0))
     squares = {}
     for name, a in named(params):
         squares[group_of(name)] = squares.get(group_of(name), 0) + float((np.asarray(a, np.float64) ** 2).sum())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from minitf.data.tokenizer import make_tokenizer
+from minitf.data.tokenizer_files import make_tokenizer
 from tools import train_tokenizer
 
 WORDS = "the quick brown fox jumps over the lazy dog and 12345 others; def f(x):\n    return x\n"

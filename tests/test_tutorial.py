@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from common import ROOT, fit, run_module, run_python, series
 
-from minitf import config, params
-from minitf import step as step_lib
+from minitf import config
 from minitf.data import datasets
 from minitf.data.store import Rows
-from minitf.metrics import json_lines
 from minitf.model.transformer import model, model_params
+from minitf.params import count_params, init_params
+from minitf.runtime.log import json_lines
+from minitf.training import step
 
 CFG = config.freeze(config.load_file(str(ROOT / "configs/tutorial.py")))
 
@@ -24,7 +25,7 @@ def tutorial():
     corpus = datasets.load(CFG.data, CFG.model.vocab_size)
     rows = Rows(corpus.train, CFG.seq_len)
     batch = {k: jnp.stack([rows[0][k], rows[1][k]]) for k in rows[0]}
-    return params.init(model_params(CFG.model), jax.random.key(CFG.seed)), batch
+    return init_params(model_params(CFG.model), jax.random.key(CFG.seed)), batch
 
 
 def test_inputs_and_targets_are_the_tutorials():
@@ -40,7 +41,7 @@ def test_logits_have_the_tutorials_shape():
 
 def test_parameters_and_gradients_are_finite():
     weights, batch = tutorial()
-    losses, grads = step_lib.gradients(weights, batch, jnp.int32(0), CFG)
+    losses, grads = step.gradients(weights, batch, jnp.int32(0), CFG)
     assert all(np.isfinite(a).all() for a in jax.tree.leaves((weights, grads, losses)))
     assert float(losses["loss"]) == pytest.approx(np.log(32), abs=0.2)
 
@@ -61,7 +62,7 @@ def test_later_tokens_do_not_change_earlier_logits():
 
 
 def test_the_parameter_count_is_the_tutorials():
-    assert params.count(model_params(CFG.model))["total"] == 103_744
+    assert count_params(model_params(CFG.model))["total"] == 103_744
 
 
 @pytest.fixture(scope="module")

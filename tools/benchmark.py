@@ -34,19 +34,22 @@ import jax
 import numpy as np
 from etils import epath
 
-from minitf import command_line, memory
+from minitf import command_line
 from minitf import config as config_lib
-from minitf import params as P
-from minitf.checkpoint import CheckpointConfig, Checkpoints
 from minitf.config import Config
 from minitf.job import Job, Program, about, implementation, prepare, program, training_batches
-from minitf.metrics import human, listed_flops, peak_flops
-from minitf.model.transformer import flops_per_token, model_params
-from minitf.run import resolve
-from minitf.sharding import surroundings
-from minitf.state import TrainState
-from minitf.step import Batch
-from minitf.tables import columns
+from minitf.model.flops import flops_per_token
+from minitf.model.transformer import model_params
+from minitf.params import count_params
+from minitf.runtime import memory as memory_lib
+from minitf.runtime.checkpoint import CheckpointConfig, Checkpoints
+from minitf.runtime.devices import listed_flops, peak_flops
+from minitf.runtime.terminal import columns
+from minitf.runtime.writer import human
+from minitf.sharding.mesh import surroundings
+from minitf.training.state import TrainState
+from minitf.training.step import Batch
+from minitf.workdir import resolve
 
 TRANSFORMERS = "transformers"  # as a --peer
 WARM_UP = 2  # steps before the first that counts
@@ -88,7 +91,7 @@ def start(job: Job) -> Bench:
 def begun(cfg: Config) -> Bench:
     """As `minitf.train` begins."""
     if cfg.keep_memory:
-        memory.keep_freed()
+        memory_lib.keep_freed()
     return start(prepare(cfg))
 
 
@@ -102,7 +105,7 @@ def facts(bench: Bench) -> dict[str, Any]:
         "devices": len(devices),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "attention": implementation(cfg, mesh),
-        "parameters": P.count(specs)["total"],
+        "parameters": count_params(specs)["total"],
         "vocab_size": cfg.model.vocab_size,
         "tokens_per_step": cfg.batch_size * cfg.seq_len,
         "flops_per_token": flops_per_token(cfg.model, specs, cfg.seq_len),
@@ -479,19 +482,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Config]]:
     """The arguments and the configs of one side or two, by the name that the table gives them."""
-    parser = make_parser()
     own = [word for word in argv if word.startswith("--against.")]
     for word in own:
         if "=" not in word:
             raise ValueError(f"{word}: write --against.NAME=VALUE")
     shared = [word for word in argv if word not in own]
-    args, cfg = command_line.parse_args(shared, parser)
+    args, cfg = command_line.parse_args(shared, make_parser())
     if args.against is None and not own:
         return args, {args.config: cfg}
     file = args.against or args.config
     overrides = [word.replace("--against.", "--config.", 1) for word in own]
     try:
-        _, other = command_line.parse_args([*shared, *overrides, f"--config={file}"], parser)
+        _, other = command_line.parse_args([*shared, *overrides, f"--config={file}"], make_parser())
     except ValueError as e:
         raise ValueError(f"second side ({file}): {e}") from None
     changes = " ".join(word.removeprefix("--against.") for word in own)

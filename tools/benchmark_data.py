@@ -24,10 +24,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from minitf import command_line, sharding
+from minitf import command_line
 from minitf.data import datasets, pipeline
 from minitf.data.packing import add_plan
-from minitf.data.tokenizer import HuggingFaceTokenizer, make_tokenizer
+from minitf.data.tokenizer_files import HuggingFaceTokenizer, make_tokenizer
+from minitf.sharding.devices import make_mesh
+from minitf.sharding.mesh import MeshConfig, batch_sharding
 from tools.preparation import documents
 
 ROWS, BATCH = 4096, 32  # read in each round; in a batch
@@ -101,7 +103,7 @@ def reading(directory: Path, seq_len: int, rounds: int) -> dict[str, list[float]
     bare = np.memmap(directory / "train-00000.bin", store.ids[0:1].dtype, "r")
     count = len(bare) // seq_len - 1
     places = np.random.default_rng(0).integers(0, count, ROWS).tolist()
-    layout = sharding.batch_sharding(sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1]))
+    layout = batch_sharding(make_mesh(MeshConfig(), jax.devices()[:1]))
     ways = {
         "bare memory map, slice copied": lambda i: np.array(bare[i * seq_len : (i + 1) * seq_len + 1]),
         "the store's slice": lambda i: np.array(store.ids[i * seq_len : (i + 1) * seq_len + 1]),

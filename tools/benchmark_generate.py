@@ -21,10 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minitf import command_line, run, sharding
+from minitf import command_line
 from minitf.model.transformer import ModelConfig
 from minitf.sampling import Sampler, Sampling, prepared
-from minitf.sharding import MeshConfig
+from minitf.sharding.devices import make_mesh
+from minitf.sharding.mesh import MeshConfig
+from minitf.workdir import load_model
 from tools.benchmark import Side, ratios, serve
 
 Measure = Callable[[dict[str, int]], dict[str, float]]  # of batch_size, prompt, new_tokens: seconds
@@ -59,8 +61,8 @@ def decoding(params: Any, cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Measure:
 
 
 def by_minitf(workdir: str) -> tuple[dict[str, Any], Measure]:
-    mesh = sharding.make_mesh(MeshConfig())
-    model = run.load_model(workdir, mesh=mesh)
+    mesh = make_mesh(MeshConfig())
+    model = load_model(workdir, mesh=mesh)
     cfg = model.cfg.model
     known = {"vocab_size": cfg.vocab_size, "max_seq_len": cfg.max_seq_len, "dtype": cfg.dtype}
     return known, decoding(model.params, cfg, mesh)

@@ -20,8 +20,8 @@ from typing import Any
 
 from etils import epath
 
-from minitf import run
-from minitf.metrics import json_lines
+from minitf.runtime.log import json_lines
+from minitf.workdir import resolve
 from tools import compare_runs
 
 STANDING = ("start", "restore", "compile")  # phases in which a run makes no progress
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20, metavar="N")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     args = parser.parse_args(argv[:ours])
-    root = run.resolve(args.workdir)
+    root = resolve(args.workdir)
     if root.exists() and any(root.iterdir()):
         parser.error(f"--workdir {root}: is not empty")
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from minitf import command_line, run
-from minitf.metrics import json_lines
+from minitf import command_line
+from minitf.runtime.log import json_lines
 from minitf.settings import flat
+from minitf.workdir import resolve, stored_config
 
 
 class Record(NamedTuple):
@@ -32,7 +33,7 @@ class Record(NamedTuple):
 
 def read(workdir: epath.Path) -> Record:
     """Raises ValueError where the directory is no run."""
-    stored = run.stored_config(workdir)
+    stored = stored_config(workdir)
     if stored is None:
         raise ValueError(f"{workdir}: no config.json, so no run")
     batches, parameters = {}, {}
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("b", metavar="B", help="work directory")
     args = parser.parse_args(argv)
     try:
-        records = [read(run.resolve(w, "work directory")) for w in (args.a, args.b)]
+        records = [read(resolve(w, "work directory")) for w in (args.a, args.b)]
     except ValueError as e:
         command_line.fail(str(e))
     lines, equal = compare(*records)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from minitf import settings
+from minitf import checks, settings
 from minitf.command_line import limits, readers
 from minitf.config import Config, type_name
 from minitf.settings import Field
@@ -27,7 +27,7 @@ def row(f: Field) -> str:
     notes += [limits(f)] * bool(limits(f))
     notes += [f"read by {', '.join(f'`{r}`' for r in readers(f.name))}"] * bool(readers(f.name))
     notes += ["*may change*"] * f.setting.may_change
-    kinds = [f"`{kind}`: {meaning}" for kind, meaning in settings.kinds(f.setting).items()]
+    kinds = [f"`{kind}`: {meaning}" for kind, meaning in checks.kinds(f.setting).items()]
     return "| " + " | ".join([*cells, "<br>".join(["; ".join(notes), *kinds])]) + " |"
 
 

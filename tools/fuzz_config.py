@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from minitf import command_line, config, job, settings
+from minitf import checks, command_line, config, job, settings
 from minitf.config import Config
+from minitf.params import named
 from minitf.settings import Field
 
 LONGEST = 2.0  # seconds that a config may take
@@ -38,7 +39,7 @@ BASE = config.freeze(
 
 def bounds(field: Field) -> tuple[list[Any], list[Any]]:
     """(numbers at the declared limits and inside of them, numbers outside)."""
-    s = settings.with_type_limits(field.setting, field.kind)
+    s = checks.with_type_limits(field.setting, field.kind)
     whole = int in (typing.get_args(field.kind) or (field.kind,))
     if whole:
         step = s.multiple_of or 1
@@ -132,10 +133,10 @@ def outcome(cfg: Config) -> Outcome:
         steps = config.total_steps(cfg, rows=1_000_000)
         config.check_length(cfg, steps)
         state = job.program(job.design(cfg, steps, cfg.model.vocab_size or 256)).state
-        assert all(all(size >= 0 for size in leaf.shape) for _, leaf in job.P.named(state.params))
+        assert all(all(size >= 0 for size in leaf.shape) for _, leaf in named(state.params))
     except ValueError as e:
-        named = [f.name for f in settings.fields(Config) if f.name in str(e)]
-        return Outcome("refused" if named else "a message without a setting", str(e), taken())
+        naming = [f.name for f in settings.fields(Config) if f.name in str(e)]
+        return Outcome("refused" if naming else "a message without a setting", str(e), taken())
     except Exception as e:
         return Outcome("a traceback", f"{type(e).__name__}: {e}", taken())
     return Outcome("built", "", taken())

@@ -11,8 +11,10 @@ import json
 import sys
 from typing import Any
 
-from minitf import command_line, run
-from minitf.metrics import duration, json_lines
+from minitf import command_line
+from minitf.runtime.log import json_lines
+from minitf.runtime.writer import duration
+from minitf.workdir import resolve
 
 KINDS = {
     "useful steps": "steps, without the waits below",
@@ -89,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one object with seconds")
     args = parser.parse_args(argv)
     try:
-        workdir = run.resolve(args.workdir, "work directory")
+        workdir = resolve(args.workdir, "work directory")
         events = json_lines(workdir / "events.jsonl")
         total = spent(events)
     except ValueError as e:

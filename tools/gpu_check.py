@@ -27,20 +27,21 @@ import numpy as np
 from etils import epath
 
 from minitf import config as config_lib
-from minitf import params as P
-from minitf import sharding
-from minitf.checkpoint import CheckpointConfig
 from minitf.config import Config
 from minitf.data.datasets import DataConfig
 from minitf.job import prepare
-from minitf.metrics import human
 from minitf.model import kernels
 from minitf.model.attention import AttentionConfig
 from minitf.model.kernels import IMPLEMENTATIONS, Mask, Needs, Scores
 from minitf.model.mlp import MlpConfig
-from minitf.model.transformer import REMAT, ModelConfig, model_params
-from minitf.optimizer import OptimizerConfig
-from minitf.sharding import MeshConfig
+from minitf.model.remat import REMAT
+from minitf.model.transformer import ModelConfig, model_params
+from minitf.params import init_params
+from minitf.runtime.checkpoint import CheckpointConfig
+from minitf.runtime.writer import human
+from minitf.sharding.devices import compute_capability, make_mesh
+from minitf.sharding.mesh import MeshConfig
+from minitf.training.optimizer import OptimizerConfig
 from tools.benchmark import WARM_UP, Side, facts, run, serve, start, summary
 from tools.benchmark_generate import decoding
 
@@ -118,7 +119,7 @@ def errors_of(name: str, request: dict[str, Any]) -> dict[str, list[float]]:
 def correctness(request: dict[str, Any]) -> dict[str, Any]:
     """Of each implementation: why it was skipped, or its errors; it is right where none is twice the bfloat16 reference's own."""
     device = jax.devices()[0]
-    needs = Needs("bfloat16", request["seq_len"], request["head_dim"], capability=sharding.capability(device))
+    needs = Needs("bfloat16", request["seq_len"], request["head_dim"], capability=compute_capability(device))
     why = {name: kernels.refusal(name, device.platform, needs) for name in IMPLEMENTATIONS}
     errors = {name: errors_of(name, request) for name, reason in why.items() if reason is None}
     own = errors["reference"]
@@ -141,10 +142,10 @@ def training(request: dict[str, Any]) -> dict[str, Any]:
 
 def decode(request: dict[str, Any]) -> dict[str, Any]:
     cfg = config_lib.freeze(request["config"]).model
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     specs = model_params(cfg)
     with jax.set_mesh(mesh):
-        params = jax.jit(lambda key: P.init(specs, key))(jax.random.key(0))
+        params = jax.jit(lambda key: init_params(specs, key))(jax.random.key(0))
     measure = decoding(params, cfg, mesh)
     measure(request)  # compiles
     found = measure(request)

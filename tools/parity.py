@@ -29,9 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minitf import params as P
-from minitf import sharding
-from minitf import step as step_lib
 from minitf.command_line import fail
 from minitf.config import Config
 from minitf.data.datasets import DataConfig
@@ -39,10 +36,14 @@ from minitf.model import attention, kernels, reference
 from minitf.model.attention import AttentionConfig
 from minitf.model.kernels import IMPLEMENTATIONS
 from minitf.model.mlp import MlpConfig
-from minitf.model.transformer import REMAT, ModelConfig, model, model_params
-from minitf.params import SCHEMES
-from minitf.sharding import MeshConfig
+from minitf.model.remat import REMAT
+from minitf.model.transformer import ModelConfig, model, model_params
+from minitf.params import SCHEMES, Param, init_params, named, ones, tree_map
+from minitf.sharding.devices import compute_capability, make_mesh
+from minitf.sharding.mesh import MeshConfig, batch_sharding, mesh_settings, surroundings
+from minitf.sharding.rules import shardings
 from minitf.tables import did_you_mean
+from minitf.training import step as step_lib
 from tools import parity_peers, peers
 
 STEPS, LEARNING_RATE = 20, 0.005  # at 0.02 some of these models magnify a rounding a hundredfold
@@ -204,11 +205,11 @@ def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> Any:
     would not show."""
     rng = np.random.default_rng(seed)
 
-    def one(p: P.Param) -> jax.Array:
+    def one(p: Param) -> jax.Array:
         noise = scale * rng.standard_normal(p.full_shape)
-        return jnp.asarray(noise + (p.init is P.ones), p.dtype)
+        return jnp.asarray(noise + (p.init is ones), p.dtype)
 
-    return P.tree_map(one, model_params(cfg))
+    return tree_map(one, model_params(cfg))
 
 
 class Values(NamedTuple):
@@ -221,7 +222,7 @@ class Values(NamedTuple):
 
 def start(cfg: Config, initial: bool = False) -> Any:
     """Parameters of the first step: noise, or the initial values of the config's scheme."""
-    return P.init(model_params(cfg.model), jax.random.key(0)) if initial else random_params(cfg.model)
+    return init_params(model_params(cfg.model), jax.random.key(0)) if initial else random_params(cfg.model)
 
 
 def curve(step: Any, params: Any, batch: dict[str, jax.Array], steps: int) -> tuple[jax.Array, Any]:
@@ -246,7 +247,7 @@ def plain(cfg: Config, initial: bool, steps: int, rounded: str) -> Values:
 
     def weights(params: Any) -> Any:
         keep = lambda spec, w: w if spec.kind in ("scale", "bias") else w.astype(rounded).astype(w.dtype)
-        return P.tree_map(keep, specs, params)
+        return tree_map(keep, specs, params)
 
     def step(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
         return jax.value_and_grad(reference.loss_fn)(weights(params), batch, cfg.model, cfg.loss.z_loss)
@@ -271,7 +272,7 @@ def expected(cfg: Config, initial: bool = False, steps: int = STEPS, rounded: st
 
 def actual(cfg: Config, initial: bool = False, steps: int = STEPS) -> Values:
     """The real model's, computed as the config says."""
-    mesh = sharding.make_mesh(cfg.mesh, jax.devices()[: devices_of(cfg)])
+    mesh = make_mesh(cfg.mesh, jax.devices()[: devices_of(cfg)])
 
     def step(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
         losses, grads = step_lib.gradients(params, batch, jnp.int32(0), cfg)
@@ -281,14 +282,14 @@ def actual(cfg: Config, initial: bool = False, steps: int = STEPS) -> Values:
         documents = dict(positions=batch.get("positions"), segments=batch.get("segments"))
         return model(params, batch["inputs"], cfg.model, **documents), curve(step, params, batch, steps)
 
-    with sharding.surroundings(mesh, cfg.model.dtype):
-        params = jax.device_put(start(cfg, initial), sharding.shardings(model_params(cfg.model), mesh))
-        logits, (losses, grads) = jax.jit(run)(params, jax.device_put(batch_for(cfg), sharding.batch_sharding(mesh)))
+    with surroundings(mesh, cfg.model.dtype):
+        params = jax.device_put(start(cfg, initial), shardings(model_params(cfg.model), mesh))
+        logits, (losses, grads) = jax.jit(run)(params, jax.device_put(batch_for(cfg), batch_sharding(mesh)))
     return jax.tree.map(np.asarray, Values(logits, grads, losses))
 
 
 def devices_of(cfg: Config) -> int:
-    return math.prod(getattr(cfg.mesh, axis) for axis in sharding.mesh_settings())
+    return math.prod(getattr(cfg.mesh, axis) for axis in mesh_settings())
 
 
 # ---- the comparison
@@ -321,11 +322,11 @@ Differences = dict[str, dict[str, float]]  # column -> what is compared -> diffe
 
 
 def differences(found: Values, truth: Values) -> Differences:
-    gradient, largest = dict(P.named(truth.gradient)), max(1.0, np.abs(truth.losses).max())
+    gradient, largest = dict(named(truth.gradient)), max(1.0, np.abs(truth.losses).max())
     relative = lambda x: np.asarray(x, np.float64) / largest
     return {
         "logits": {"logits": difference(found.logits, truth.logits)},
-        "gradient": {f"gradient of {name}": difference(g, gradient[name]) for name, g in P.named(found.gradient)},
+        "gradient": {f"gradient of {name}": difference(g, gradient[name]) for name, g in named(found.gradient)},
         "curve": {
             f"loss curve from step {i}": difference(a, e)
             for i, (a, e) in enumerate(zip(relative(found.losses), relative(truth.losses), strict=True), 1)
@@ -380,7 +381,7 @@ def refusal(cfg: Config) -> str | None:
     if a.implementation == "auto":
         return None
     head_dim = attention.sizes(a, cfg.model.dim)[2]
-    needs = kernels.Needs(cfg.model.dtype, cfg.seq_len, head_dim, capability=sharding.capability(device))
+    needs = kernels.Needs(cfg.model.dtype, cfg.seq_len, head_dim, capability=compute_capability(device))
     return kernels.refusal(a.implementation, device.platform, needs)
 
 

@@ -17,16 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from minitf import config as config_lib
-from minitf import params as P
-from minitf import run, sharding
-from minitf import step as step_lib
 from minitf.config import Config
 from minitf.huggingface.convert import import_model
 from minitf.huggingface.folder import Stored, read_tensor, tensors_of
 from minitf.model.transformer import model as logits_of
 from minitf.model.transformer import model_params
-from minitf.optimizer import make_optimizer, make_schedule
-from minitf.state import TrainState
+from minitf.params import named, tree_map
+from minitf.sharding.devices import make_mesh
+from minitf.sharding.mesh import MeshConfig, surroundings
+from minitf.training import step as step_lib
+from minitf.training.optimizer import make_optimizer, make_schedule
+from minitf.training.state import TrainState
+from minitf.workdir import load_model
 from tools import peers
 
 
@@ -113,9 +115,9 @@ def their_logits(theirs: Any, ids: np.ndarray = IDS) -> np.ndarray:
 
 
 def our_logits(workdir: str | os.PathLike, ids: np.ndarray = IDS) -> np.ndarray:
-    model = run.load_model(workdir)
+    model = load_model(workdir)
     cfg, params = model.cfg, model.params
-    with sharding.surroundings(sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1]), cfg.model.dtype):
+    with surroundings(make_mesh(MeshConfig(), jax.devices()[:1]), cfg.model.dtype):
         return np.asarray(jax.jit(lambda p, x: logits_of(p, x, cfg.model))(params, jnp.asarray(ids)))
 
 
@@ -162,8 +164,8 @@ def learnable(cfg: Config, steps: int, seed: int = 0) -> np.ndarray:
 
 def as_ours(tensors: dict[str, np.ndarray], cfg: Config) -> Any:
     """A tree of our parameters of nanoGPT's tensors, weights or gradients, by name."""
-    stacks = P.tree_map(lambda p: np.empty(p.full_shape, np.float32), model_params(cfg.model))
-    by_name = dict(P.named(stacks))
+    stacks = tree_map(lambda p: np.empty(p.full_shape, np.float32), model_params(cfg.model))
+    by_name = dict(named(stacks))
     for tensor in tensors_of("gpt2", cfg.model):
         values = tensors[tensor.name].T if tensor.name.endswith(TRANSPOSED) else tensors[tensor.name]
         read_tensor(tensor, Stored(values, values.shape, "F32"), by_name)
@@ -178,14 +180,14 @@ def nanogpt(where: str, cfg: Config, batches: np.ndarray) -> tuple[Any, tuple[np
     torch.manual_seed(0)
     with contextlib.redirect_stdout(sys.stderr):  # it prints what it makes
         peer = peers.nanogpt(where, cfg, cfg.model.vocab_size)
-    named = dict(peer.model.named_parameters())
-    params = as_ours({name: p.detach().numpy().copy() for name, p in named.items()}, cfg)
+    weights = dict(peer.model.named_parameters())
+    params = as_ours({name: p.detach().numpy().copy() for name, p in weights.items()}, cfg)
     losses = []
     for rows in batches.astype(np.int64):
         logits, loss = peer.model(torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy()))
         loss.backward()
         if not losses:
-            first = logits.detach().numpy(), as_ours({name: p.grad.numpy() for name, p in named.items()}, cfg)
+            first = logits.detach().numpy(), as_ours({name: p.grad.numpy() for name, p in weights.items()}, cfg)
         losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(peer.model.parameters(), cfg.optimizer.clip_norm)
         peer.optimizer.step()
@@ -200,7 +202,7 @@ def trained(params: Any, cfg: Config, batches: np.ndarray) -> tuple[np.ndarray, 
     weights = np.ones(batches.shape[1:2] + (cfg.seq_len,), np.float32)
     rows = [{"inputs": b[:, :-1], "targets": b[:, 1:], "weights": weights} for b in batches]
     params = jax.tree.map(jnp.asarray, params)
-    with sharding.surroundings(sharding.make_mesh(cfg.mesh, jax.devices()[:1]), cfg.model.dtype):
+    with surroundings(make_mesh(cfg.mesh, jax.devices()[:1]), cfg.model.dtype):
         logits = jax.jit(lambda p, x: logits_of(p, x, cfg.model))(params, rows[0]["inputs"])
         _, grads = jax.jit(functools.partial(step_lib.gradients, cfg=cfg))(params, rows[0], jnp.int32(0))
         step = jax.jit(functools.partial(step_lib.train_step, cfg=cfg, tx=tx, schedule=schedule))

@@ -33,16 +33,16 @@ import numpy as np
 from minitf.data import frame as frames
 from minitf.data import store
 from minitf.data.packing import add_plan
-from minitf.data.tokenizer import (
-    CONFIG,
-    FILE,
-    SPELLINGS,
+from minitf.data.store import MANIFEST
+from minitf.data.tokenizer import SPELLINGS, Tokenizer
+from minitf.data.tokenizer_files import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
     HuggingFaceTokenizer,
-    Tokenizer,
     make_tokenizer,
     save_tokenizer,
 )
-from minitf.paths import given
+from minitf.paths import given, inside
 from tools.preparation import documents
 from tools.preparation.directory import (
     BEGUN,
@@ -88,7 +88,7 @@ def check_tokenizer(args: argparse.Namespace) -> Tokenizer:
             raise ValueError(
                 f"--tokenizer {args.tokenizer}: has no special token {role}, which "
                 + ("ends a document" if role == "eos" else "--format chat needs")
-                + f"; spellings that are known: {', '.join(SPELLINGS[role])}; {CONFIG} beside it may name another, {role}_token"
+                + f"; known spellings: {', '.join(SPELLINGS[role])}; {TOKENIZER_CONFIG} beside it may name another, {role}_token"
             )
     return tokenizer
 
@@ -229,7 +229,7 @@ def assemble(work: Work, ours: dict[str, Any], numbers: dict[str, Any], tokenize
         }
     told = {name: numbers[name] for name in ("records", "documents", "empty", "bad")} | duplicates
     save_tokenizer(tokenizer, directory)
-    for name in (FILE, CONFIG):
+    for name in (TOKENIZER_FILE, TOKENIZER_CONFIG):
         if (directory / name).exists():
             sync(directory / name)
     inputs = {
@@ -239,8 +239,8 @@ def assemble(work: Work, ours: dict[str, Any], numbers: dict[str, Any], tokenize
     }
     sync(directory)
     manifest = {
-        "format": store.FORMAT,
-        "version": store.VERSION,
+        "format": store.STORE_FORMAT,
+        "version": store.STORE_VERSION,
         "dtype": work.dtype,
         "byteorder": "little",
         "vocab_size": tokenizer.vocab_size,
@@ -308,7 +308,7 @@ def verify(directory: Path) -> int:
 
     def state(name: str) -> str | None:
         try:
-            with open(store.inside(directory, name), "rb") as f:
+            with open(inside(directory, name, directory / MANIFEST), "rb") as f:
                 found = hashlib.file_digest(f, "sha256").hexdigest()
         except OSError as e:
             return f"{name}: {e.strerror}"
@@ -317,8 +317,8 @@ def verify(directory: Path) -> int:
     with ThreadPoolExecutor(cores()) as pool:  # hashing does not hold the interpreter
         wrong = [line for line in pool.map(state, expected) if line]
     try:
-        if make_tokenizer(f"{directory}/{FILE}", []).fingerprint != manifest["tokenizer"]["fingerprint"]:
-            wrong.append(f"{FILE}: is not the tokenizer of these ids")
+        if make_tokenizer(f"{directory}/{TOKENIZER_FILE}", []).fingerprint != manifest["tokenizer"]["fingerprint"]:
+            wrong.append(f"{TOKENIZER_FILE}: is not the tokenizer of these ids")
     except ValueError as e:
         wrong.append(str(e))
     for line in wrong:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minitf.data import long_texts
-from minitf.data.packing import write_durably
 from minitf.data.store import MANIFEST
-from minitf.data.tokenizer import CONFIG, FILE, SPELLINGS, make_tokenizer
-from minitf.paths import given
+from minitf.data.tokenizer import SPELLINGS
+from minitf.data.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILE, make_tokenizer
+from minitf.paths import given, write_whole
 from tools.preparation import documents
 
 SPECIALS = [SPELLINGS[role][0] for role in ("eos", "turn_start", "turn_end")]
@@ -106,8 +106,8 @@ def train(
     tokenizer.train_from_iterator(itertools.chain(first, source), trainer)
 
     output.mkdir(parents=True, exist_ok=True)
-    write_durably(output / FILE, (tokenizer.to_str(pretty=True) + "\n").encode())
-    write_durably(output / CONFIG, (json.dumps({"eos_token": specials[0]}, indent=2) + "\n").encode())
+    write_whole(output / TOKENIZER_FILE, (tokenizer.to_str(pretty=True) + "\n").encode())
+    write_whole(output / TOKENIZER_CONFIG, (json.dumps({"eos_token": specials[0]}, indent=2) + "\n").encode())
     ours = make_tokenizer(f"{output}{os.sep}", [])
     ids = ours.encode_batch([text.decode(errors="ignore") for text in sample])
     fewer = (

@@ -14,13 +14,13 @@ from minitf.data.tokenizer import Tokenizer, split_specials
 
 Messages = Sequence[Mapping[str, str]]  # of `role` and `content`
 
-Piece = tuple[bytes | str, bool]  # (text, or the role of a special token; whether its tokens count as targets)
+ChatPiece = tuple[bytes | str, bool]  # (text, or the role of a special token; whether its tokens count as targets)
 
 
-def chatml_pieces(messages: Messages) -> list[Piece]:
+def chatml_pieces(messages: Messages) -> list[ChatPiece]:
     """ChatML. What the assistant says counts, and that its turn ends there. Each text is encoded by itself: what a model is
     prompted with ends before the answer."""
-    pieces: list[Piece] = []
+    pieces: list[ChatPiece] = []
     for message in messages:
         counts = message["role"] == "assistant"
         pieces += [("turn_start", False), (f"{message['role']}\n".encode(), False)]
@@ -28,7 +28,7 @@ def chatml_pieces(messages: Messages) -> list[Piece]:
     return pieces
 
 
-ANSWER: list[Piece] = [("turn_start", False), (b"assistant\n", False)]  # what an answer follows
+ANSWER: list[ChatPiece] = [("turn_start", False), (b"assistant\n", False)]  # what an answer follows
 
 
 def chatml(tokenizer: Tokenizer, start: int | None) -> str:
@@ -49,7 +49,7 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def prompt_ids(tokenizer: Tokenizer, template: str | None, start: int | None, messages: Messages) -> list[int]:
+def chat_prompt_ids(tokenizer: Tokenizer, template: str | None, start: int | None, messages: Messages) -> list[int]:
     """Ids of a conversation up to where the assistant's answer begins. Raises ValueError where there is no template, or it fails."""
     if template is None:
         raise ValueError(

@@ -14,7 +14,7 @@ import numpy as np
 from minitf.data.chat import chatml
 from minitf.data.tokenizer import Tokenizer
 
-FILE = "frame.json"  # in a work directory; a store has its frame in its manifest
+FRAME_FILE = "frame.json"  # in a work directory; a store has its frame in its manifest
 
 
 @dataclasses.dataclass(frozen=True)

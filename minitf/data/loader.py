@@ -13,12 +13,12 @@ import grain
 import numpy as np
 from absl import flags
 
-from minitf.distributed import POLL, at_most
+from minitf.runtime.watch import POLL, at_most
 
 AHEAD = 2  # batches that are put on the devices before they are asked for
-FIRST = 5  # worker processes may take so many times as long for the first batch: each imports JAX
+FIRST_FACTOR = 5  # worker processes may take so many times as long for the first batch: each imports JAX
 SILENT = 5.0  # seconds without a batch after which a process that has ended with 0 is why
-CLOSING = 2.0  # seconds that each part of a reader may take to end
+READER_CLOSING = 2.0  # seconds that each part of a reader may take to end
 
 
 class LoaderError(Exception):
@@ -125,7 +125,7 @@ class Loader:
         """The next batch; None: `until` says so."""
         waited, limit = 0.0, self._timeout
         if limit is not None and self._taken < self._workers:
-            limit *= FIRST
+            limit *= FIRST_FACTOR
         while True:
             try:
                 what, value = self._queue.get(timeout=POLL)
@@ -197,9 +197,9 @@ class Loader:
         self._find_workers()
         if failed:  # so that Grain ends on the thread, too: it would wait for a process that is stopped
             self._kill()
-            self._thread.join(CLOSING)
-        at_most(CLOSING, lambda: self._reader.close())
-        self._thread.join(CLOSING)
+            self._thread.join(READER_CLOSING)
+        at_most(READER_CLOSING, lambda: self._reader.close())
+        self._thread.join(READER_CLOSING)
         self._kill()
 
     def _kill(self) -> None:

@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from minitf.data.tokenizer import HuggingFaceTokenizer, Tokenizer, as_unicode
+from minitf.data.tokenizer import Tokenizer, as_unicode
+from minitf.data.tokenizer_files import HuggingFaceTokenizer
 
-BLOCK = 8 << 20  # bytes of a text that are in memory at a time
-PIECE = 128 << 10  # bytes of a long text that are encoded at a time
+BLOCK_BYTES = 8 << 20  # bytes of a text that are in memory at a time
+PIECE_BYTES = 128 << 10  # bytes of a long text that are encoded at a time
 NEAR = 512  # bytes on each side of a cut that decide whether it changes ids
 WINDOW = 16 << 20  # how far a cut is looked for
 
 
 def slices(blocks: Iterable[bytes]) -> Iterator[bytes]:
     for block in blocks:
-        yield from (block[i : i + BLOCK] for i in range(0, len(block), BLOCK))
+        yield from (block[i : i + BLOCK_BYTES] for i in range(0, len(block), BLOCK_BYTES))
 
 
 def place_for_cut(text: bytes, start: int, low: int, high: int, fits: Callable[[bytes, bytes], bool]) -> int | None:
@@ -36,7 +37,7 @@ def place_for_cut(text: bytes, start: int, low: int, high: int, fits: Callable[[
 
 
 def pieces(
-    blocks: Iterable[bytes], fits: Callable[[bytes, bytes], bool], size: int = PIECE, window: int = WINDOW
+    blocks: Iterable[bytes], fits: Callable[[bytes, bytes], bool], size: int = PIECE_BYTES, window: int = WINDOW
 ) -> Iterator[bytes]:
     """A text in pieces of about `size`, cut only where `fits` says of what stands before and behind that it is right. Raises
     ValueError where there is no such place in a window."""
@@ -99,7 +100,7 @@ TOGETHER = 16  # pieces that are encoded at once, on as many threads as the libr
 def encode(tokenizer: Tokenizer, text: bytes, source: str) -> np.ndarray:
     """Ids of a text of any length, as `tokenizer.encode` gives them: of a long one at once, Hugging Face's library would take a
     hundred times its memory."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer) or len(text) <= PIECE:
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or len(text) <= PIECE_BYTES:
         return tokenizer.encode(text, source)
     as_unicode(text, source)  # raises, with the place in the whole
     # Where there is no place to cut, the rest is one piece.

@@ -8,7 +8,6 @@ document stands in exactly one row. A chunk is a segment of its row: it sees no 
 import bisect
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +24,12 @@ from minitf.data.store import (
     Row,
     Rows,
     Store,
-    filled,
+    filled_row,
     on_disk,
     open_split,
     read_manifest,
 )
+from minitf.paths import write_whole
 
 
 class Plan(NamedTuple):
@@ -112,7 +112,7 @@ class PackedRows:
     def __repr__(self) -> str:  # stable: Grain logs it
         return f"PackedRows({self.store.name!r}, seq_len={self.seq_len}, rows={len(self)})"
 
-    __getitem__ = filled
+    __getitem__ = filled_row
 
     def fill(self, i: int, row: Row) -> None:
         """Writes row i over a blank one."""
@@ -136,29 +136,14 @@ def add_plan(directory: Path, seq_len: int) -> None:
         plan = best_fit(documents(open_split(directory, manifest, split)), seq_len)
         contents = np.concatenate([plan.begins, plan.chunks.ravel()]).astype(OFFSETS).tobytes()
         file = f"{split}-best_fit-{seq_len}.plan"
-        write_durably(directory / file, contents)
+        write_whole(directory / file, contents)
         manifest["splits"][split]["plans"][str(seq_len)] = {
             "file": file,
             "rows": len(plan),
             "chunks": len(plan.chunks),
             "sha256": hashlib.sha256(contents).hexdigest(),
         }
-    write_durably(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
-
-
-def write_durably(path: Path, contents: bytes) -> None:
-    """Under its name, the file is whole or as it was before; after the return it stays so."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as f:
-        f.write(contents)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_whole(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
 
 
 def open_plan(path: Path, described: dict[str, Any]) -> Plan:
@@ -177,7 +162,7 @@ class Packing(NamedTuple):
     reads: tuple[str, ...] = ()  # settings of DataConfig that it alone reads
 
 
-def concatenated(store: Store, seq_len: int, isolate: bool, tail: bool) -> Rows:
+def concatenated_rows(store: Store, seq_len: int, isolate: bool, tail: bool) -> Rows:
     return Rows(store, seq_len, isolate=isolate, tail=tail)
 
 
@@ -213,7 +198,7 @@ def check_offsets(store: Store, packing: str) -> None:
 PACKINGS = {
     "concat": Packing(
         "one after another, cut every seq_len tokens: no padding, long documents are cut",
-        concatenated,
+        concatenated_rows,
         reads=("isolate_documents",),
     ),
     "best_fit": Packing("side by side, isolated; only those longer than a row are cut; little padding", planned),

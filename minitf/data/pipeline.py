@@ -27,7 +27,7 @@ def has_segments(cfg: DataConfig) -> bool:
     return cfg.isolate_documents or cfg.packing == "best_fit"
 
 
-def frame_of(corpora: Sequence[Corpus], cfg: DataConfig) -> Frame:
+def frame_of_data(corpora: Sequence[Corpus], cfg: DataConfig) -> Frame:
     """The frame of texts that a run learns from these data, as its rows show them."""
     frame = frames.joined({c.name: c.frame for c in corpora})
     return frames.in_rows(frame, follow=cfg.packing == "concat" and not cfg.isolate_documents)
@@ -77,7 +77,7 @@ def evaluation_rows(
     store: Store, seq_len: int, cfg: DataConfig, batch_size: int, batches: int | None
 ) -> grain.MapDataset:
     """At most batches x batch_size rows (None: all), spread evenly over the store; then rows of weight 0 up to a whole batch."""
-    return spread(rows_of(store, seq_len, cfg, tail=True), batch_size, batches)
+    return spread_rows(rows_of(store, seq_len, cfg, tail=True), batch_size, batches)
 
 
 CHECKED, CHUNK = 2**28, 2**22  # tokens: of a split that are all looked at, and at once
@@ -95,7 +95,7 @@ def check_ids(store: Store, seq_len: int, cfg: DataConfig, batch_size: int, batc
             rows[i]
 
 
-def spread(rows: Any, batch_size: int, batches: int | None) -> grain.MapDataset:
+def spread_rows(rows: Any, batch_size: int, batches: int | None) -> grain.MapDataset:
     n = len(rows) if batches is None else min(len(rows), batches * batch_size)
     padded = -(-n // batch_size) * batch_size
     return Looked(rows, grain.MapDataset.range(padded).map(lambda i: i * len(rows) // n if i < n else PADDING))

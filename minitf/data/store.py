@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from minitf.paths import inside
+
 
 class DataError(ValueError):
     """The data themselves are wrong: found while they are read."""
@@ -220,7 +222,7 @@ def check_width(ids: np.ndarray | OnDisk, source: str, setting: str) -> None:
 # tokens do not count, .mask. The manifest is written last: without it there is no store.
 
 MANIFEST = "manifest.json"
-FORMAT, VERSION = "minitf token store", 1
+STORE_FORMAT, STORE_VERSION = "minitf token store", 1
 SPLITS = ("train", "val")
 OFFSETS, MASK = np.dtype("<i8"), np.dtype("u1")
 
@@ -232,13 +234,6 @@ def ids_dtype(vocab_size: int) -> np.dtype:
 
 def shard_name(split: str, i: int) -> str:
     return f"{split}-{i:05}"
-
-
-def inside(directory: Path, name: str) -> Path:
-    """A file that the manifest names. Raises ValueError where it would lie elsewhere."""
-    if name != Path(name).name or name in ("", ".", ".."):
-        raise ValueError(f"{directory / MANIFEST}: names {name!r}, which is no file of this directory")
-    return directory / name
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -254,8 +249,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         found = (manifest["format"], manifest["version"])
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path}: not readable: {e}") from None
-    if found != (FORMAT, VERSION):
-        raise ValueError(f"{path}: is {found[0]!r} version {found[1]}, not {FORMAT!r} version {VERSION}")
+    if found != (STORE_FORMAT, STORE_VERSION):
+        raise ValueError(f"{path}: is {found[0]!r} version {found[1]}, not {STORE_FORMAT!r} version {STORE_VERSION}")
     return manifest
 
 
@@ -274,7 +269,7 @@ def open_split(directory: Path, manifest: dict[str, Any], split: str) -> Store:
     described = manifest["splits"][split]
     ids, masks, offsets, start = [], [], [np.zeros(1, np.int64)], 0
     for shard in described["shards"]:
-        file = inside(directory, shard["name"])
+        file = inside(directory, shard["name"], directory / MANIFEST)
         ids.append(on_disk(file.with_suffix(".bin"), np.dtype(manifest["dtype"]), shard["tokens"]))
         if manifest["masked"]:
             masks.append(on_disk(file.with_suffix(".mask"), MASK, shard["tokens"]))
@@ -291,7 +286,10 @@ def open_split(directory: Path, manifest: dict[str, Any], split: str) -> Store:
         np.concatenate(offsets),
         mask=joined(masks) if manifest["masked"] else None,
         text_bytes=described["bytes"],
-        plans={int(n): (inside(directory, plan["file"]), plan) for n, plan in described["plans"].items()},
+        plans={
+            int(n): (inside(directory, plan["file"], directory / MANIFEST), plan)
+            for n, plan in described["plans"].items()
+        },
     )
 
 
@@ -309,7 +307,7 @@ def blank(fields: dict[str, Any], *shape: int) -> Row:
     return {name: np.zeros(shape, dtype) for name, dtype in fields.items()}
 
 
-def filled(rows: Any, i: Any) -> Row:
+def filled_row(rows: Any, i: Any) -> Row:
     """Row i of Rows or PackedRows, as a dict of
 
     inputs, targets:     int32 [seq_len], targets being the inputs shifted by one;
@@ -347,7 +345,7 @@ class Rows:
     def __repr__(self) -> str:  # stable: Grain logs it
         return f"Rows({self.store.name!r}, seq_len={self.seq_len}, rows={self._len})"
 
-    __getitem__ = filled
+    __getitem__ = filled_row
 
     def fill(self, i: int, row: Row) -> None:
         """Writes row i over a blank one."""

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from minitf import command_line
-from minitf.checkpoint import SaveError
 from minitf.huggingface.convert import Done, export_model, import_model
 from minitf.huggingface.families import FAMILIES
+from minitf.runtime.checkpoint import SaveError
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def size(text: str) -> int:
@@ -20,10 +20,10 @@ def size(text: str) -> int:
     found = re.fullmatch(r"(\d+) ?([KMG]B|)", text.strip().upper())
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"{text}: must be a size such as 5GB or 300MB")
-    return int(found[1]) * UNITS[found[2]]
+    return int(found[1]) * SIZE_UNITS[found[2]]
 
 
-def arguments() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m minitf.huggingface",
         description="Weights from and to Hugging Face model folders (safetensors).",
@@ -82,7 +82,7 @@ def convert(args: argparse.Namespace) -> tuple[Done, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = arguments().parse_args(argv)
+    args = make_parser().parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed: an accelerator's memory is not needed
     try:
         done, numbers = convert(args)

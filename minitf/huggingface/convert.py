@@ -18,23 +18,24 @@ from etils import epath
 
 import minitf
 from minitf import config as config_lib
-from minitf import params as P
-from minitf import run
-from minitf.checkpoint import Checkpoints, versions
 from minitf.config import Config
 from minitf.data import frame as frames
 from minitf.data.datasets import DataConfig
 from minitf.data.frame import Frame
-from minitf.data.tokenizer import FILE as TOKENIZER
-from minitf.data.tokenizer import Tokenizer, load_tokenizer
+from minitf.data.tokenizer import Tokenizer
+from minitf.data.tokenizer_files import TOKENIZER_FILE as TOKENIZER
+from minitf.data.tokenizer_files import load_tokenizer
 from minitf.huggingface import folder as files
 from minitf.huggingface import tokenizer as tokenizers
 from minitf.huggingface.families import FAMILIES, fitting, misfits, read_config, write_config
 from minitf.huggingface.folder import Stored, Tensor
-from minitf.metrics import is_local, write_whole
 from minitf.model.transformer import model_params
-from minitf.paths import given
+from minitf.params import named, tree_map
+from minitf.paths import given, is_local, write_whole
+from minitf.runtime import lock
+from minitf.runtime.checkpoint import Checkpoints, versions
 from minitf.tables import pick
+from minitf.workdir import clear, commit, frame_of, load_model, resolve, store_frame, written_by_us
 
 SEQ_LEN = 2048  # positions of a row of an imported model, where it knows so many
 
@@ -75,30 +76,30 @@ def import_model(
     name, cfg = described(source, dtype, ignore)
     tokenizer, frame, notes = read_tokenizer(source, cfg.model.vocab_size)
     tensors = files.tensors_of(name, cfg.model)
-    workdir = run.resolve(os.fspath(workdir), "WORKDIR")
-    if workdir == run.resolve(os.fspath(source)):
+    workdir = resolve(os.fspath(workdir), "WORKDIR")
+    if workdir == resolve(os.fspath(source)):
         raise ValueError(f"{workdir}: is the folder to import; give another directory")
     with files.stored_tensors(source, FAMILIES[name]) as stored:
         check_stored(source, stored, tensors, name, cfg.model.tie_embeddings)
-        with run.locked(workdir):
-            found = [] if overwrite else [path.name for path in run.written_by_us(workdir)]
+        with lock.locked(workdir):
+            found = [] if overwrite else [path.name for path in written_by_us(workdir)]
             if found:
                 raise ValueError(
                     f"{workdir}: holds {', '.join(found)}; give another directory, or --overwrite to start anew in this one"
                 )
-            run.clear(workdir)
+            clear(workdir)
             params = read_params(stored, tensors, cfg, workdir)
             about = {
                 "config": dataclasses.asdict(cfg),
                 "imported": {"from": str(source.resolve()), "model_type": name},
                 "versions": {"minitf": minitf.__version__, **versions()},
-                "commit": run.commit(),
+                "commit": commit(),
             }
             with Checkpoints(workdir / "checkpoints") as checkpoints:
                 checkpoints.save(0, {"params": params}, about)
             for file, contents in tokenizer.items():
                 (workdir / file).write_bytes(contents)
-            run.store_frame(workdir, frame)
+            store_frame(workdir, frame)
             # Last: without it the directory is no run.
             write_whole(workdir / "config.json", config_lib.to_json(cfg))
     return Done(name, sum(a.size for a in jax.tree.leaves(params)), notes)
@@ -106,7 +107,7 @@ def import_model(
 
 def described(source: Path, dtype: str, ignore: tuple[str, ...]) -> tuple[str, Config]:
     """(family, the config of a run that has its model and no data)"""
-    where = source / files.CONFIG
+    where = source / files.MODEL_CONFIG
     tree = files.read_json(where)
     model = dataclasses.replace(read_config(tree, str(where), ignore), dtype=dtype)
     # One row at a time: the vocabulary may be large.
@@ -122,7 +123,7 @@ def described(source: Path, dtype: str, ignore: tuple[str, ...]) -> tuple[str, C
 def read_tokenizer(source: Path, vocab_size: int) -> tuple[dict[str, bytes], Frame, list[str]]:
     """(contents of the tokenizer's files by name, the frame of the model's texts, what to tell of them)"""
     generation = files.read_json(source / files.GENERATION) if (source / files.GENERATION).is_file() else {}
-    ends = generation.get("eos_token_id") or files.read_json(source / files.CONFIG).get("eos_token_id") or []
+    ends = generation.get("eos_token_id") or files.read_json(source / files.MODEL_CONFIG).get("eos_token_id") or []
     ends = [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int and 0 <= i < vocab_size]
     if not (source / TOKENIZER).is_file():
         return {}, Frame(stops=tuple(ends)), [f"{source} has no {TOKENIZER}: text cannot be read with this model"]
@@ -154,15 +155,15 @@ def check_stored(source: Path, stored: dict[str, Stored], tensors: list[Tensor],
     files.check_tensors(source, stored, {tensor.name: tensor.shape for tensor in tensors})
     if copy is not None and not files.same_values(copy, stored[embedding]):
         raise ValueError(
-            f"{source}: {head} is not {embedding}, though by {files.CONFIG} (tie_word_embeddings) they are one; where the head "
+            f"{source}: {head} is not {embedding}, though by {files.MODEL_CONFIG} (tie_word_embeddings) they are one; where the head "
             "is its own, set tie_word_embeddings to false there"
         )
 
 
 def read_params(stored: dict[str, Stored], tensors: list[Tensor], cfg: Config, workdir: epath.Path) -> Any:
     """The parameters. They are files until they are saved, so that memory stays near one chunk of a tensor."""
-    stacks = P.tree_map(lambda p: scratch(p.full_shape, workdir), model_params(cfg.model))
-    by_name = dict(P.named(stacks))
+    stacks = tree_map(lambda p: scratch(p.full_shape, workdir), model_params(cfg.model))
+    by_name = dict(named(stacks))
     with layer_bar("layers read", cfg.model.num_layers) as done:
         for tensor in tensors:
             files.read_tensor(tensor, stored[tensor.name], by_name)
@@ -200,10 +201,10 @@ def export_model(
     pick("--dtype", dict.fromkeys(("float32", "bfloat16")), dtype)
     if family is not None:
         pick("--family", FAMILIES, family)
-    out, source = given(out, "HF_DIR"), run.resolve(os.fspath(workdir), "WORKDIR")
+    out, source = given(out, "HF_DIR"), resolve(os.fspath(workdir), "WORKDIR")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: is there already; give another directory")
-    model = run.load_model(workdir, step)
+    model = load_model(workdir, step)
     cfg, params, at = model.cfg, model.params, model.step
     name = fitting(cfg.model) if family is None else family
     why = misfits(name, cfg.model)
@@ -211,7 +212,7 @@ def export_model(
         raise ValueError(f"--family {name} does not express this model: {'; '.join(why)}")
     tokenizer = load_tokenizer(source / TOKENIZER) if (source / TOKENIZER).exists() else None
     notes = [f"the checkpoint of step {at}"] + ([] if tokenizer else [f"{source} has no {TOKENIZER}: none is written"])
-    arrays = {path: np.asarray(a) for path, a in P.named(params)}
+    arrays = {path: np.asarray(a) for path, a in named(params)}
     # Whole or not at all: written beside it, and then renamed.
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
@@ -220,7 +221,7 @@ def export_model(
         with layer_bar("layers written", cfg.model.num_layers) as done:
             numbers = jax.numpy.dtype(dtype)
             files.write_tensors(part, files.tensors_of(name, cfg.model), arrays, numbers, max_shard_size, done)
-        frame = run.frame_of(model, tokenizer)
+        frame = frame_of(model, tokenizer)
         write_configs(part, name, cfg, tokenizer, frame, dtype)
         if tokenizer is not None:
             tokenizers.write_tokenizer(tokenizer, frame, source, part)
@@ -238,7 +239,7 @@ def write_configs(folder: Path, name: str, cfg: Config, tokenizer: Tokenizer | N
         ids["bos_token_id"] = frame.first
     config = write_config(name, cfg.model) | ids
     config |= {"dtype": dtype, "torch_dtype": dtype}  # transformers 5 reads the first, 4 the second
-    files.write_json(folder / files.CONFIG, config)
+    files.write_json(folder / files.MODEL_CONFIG, config)
     if frame.stops:
         ids["eos_token_id"] = frame.stops[0] if len(frame.stops) == 1 else list(frame.stops)
         files.write_json(folder / files.GENERATION, {k: v for k, v in ids.items() if v is not None})

@@ -9,31 +9,32 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from minitf import config as config_lib
+from minitf.checks import unread
 from minitf.huggingface.settings import (
     GEMMA_LAYERS,
     MISTRAL_WINDOW,
     QWEN_LAYERS,
     ROTARY,
+    FolderSetting,
     Keys,
-    Setting,
     always,
     as_pattern,
+    attention_kinds,
     choice,
-    kinds,
     same,
 )
 from minitf.model.attention import sizes
 from minitf.model.mlp import width
 from minitf.model.transformer import ModelConfig
-from minitf.settings import fields, flat, unread
+from minitf.settings import fields, flat
 
 # ---- the families' settings
 
-GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}  # hidden_act -> model.mlp.kind
-PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf", "relu2": "relu_squared"}
+GATED_MLP = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}  # hidden_act -> model.mlp.kind
+PLAIN_MLP = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf", "relu2": "relu_squared"}
 
 
-def llama_like(*more: Setting, head_dim: int | None = None, act: str = "hidden_act", tied: bool = False) -> tuple:
+def llama_like(*more: FolderSetting, head_dim: int | None = None, act: str = "hidden_act", tied: bool = False) -> tuple:
     """What all after Llama share, with a family's defaults."""
     return (
         same("num_layers", "num_hidden_layers"),
@@ -45,29 +46,29 @@ def llama_like(*more: Setting, head_dim: int | None = None, act: str = "hidden_a
         same("attention.num_heads", "num_attention_heads"),
         same("attention.num_kv_heads", "num_key_value_heads", None),
         same("attention.head_dim", "head_dim", head_dim),
-        choice("mlp.kind", act, GATED, "silu" if act == "hidden_act" else "gelu_pytorch_tanh"),
+        choice("mlp.kind", act, GATED_MLP, "silu" if act == "hidden_act" else "gelu_pytorch_tanh"),
         same("mlp.hidden", "intermediate_size"),
         ROTARY,
         *more,
     )
 
 
-rms_norm = always({"norm": "rms_norm"})
+with_rms_norm = always({"norm": "rms_norm"})
 attention_bias = choice("attention.bias", "attention_bias", {False: "none", True: "qkvo"}, False)
 # Qwen 3 norms queries and keys with the same epsilon.
-qk_norm = Setting(
+qk_norm = FolderSetting(
     lambda keys: {"attention.qk_norm": True, "attention.qk_norm_eps": keys.get("rms_norm_eps", 1e-6)}, lambda m: {}
 )
-LLAMA = llama_like(rms_norm, attention_bias, same("mlp.bias", "mlp_bias", False))
-MISTRAL = llama_like(rms_norm, MISTRAL_WINDOW)
-QWEN2 = llama_like(rms_norm, always({"attention.bias": "qkv"}), QWEN_LAYERS)
-QWEN3 = llama_like(rms_norm, attention_bias, qk_norm, QWEN_LAYERS, head_dim=128)
+LLAMA = llama_like(with_rms_norm, attention_bias, same("mlp.bias", "mlp_bias", False))
+MISTRAL = llama_like(with_rms_norm, MISTRAL_WINDOW)
+QWEN2 = llama_like(with_rms_norm, always({"attention.bias": "qkv"}), QWEN_LAYERS)
+QWEN3 = llama_like(with_rms_norm, attention_bias, qk_norm, QWEN_LAYERS, head_dim=128)
 GEMMA2 = llama_like(
     always({"norm": "rms_norm_offset", "post_norms": True}),
     attention_bias,
-    Setting(lambda keys: {"embedding_scale": keys.get("hidden_size") ** 0.5}, lambda m: {}),
+    FolderSetting(lambda keys: {"embedding_scale": keys.get("hidden_size") ** 0.5}, lambda m: {}),
     # An integer there: where ours is of none, what is written reads back as another, and so does not fit.
-    Setting(
+    FolderSetting(
         lambda keys: {"attention.scale": keys.get("query_pre_attn_scalar", 256) ** -0.5},
         lambda m: {
             "query_pre_attn_scalar": max(round((m["attention.scale"] or m["attention.head_dim"] ** -0.5) ** -2), 1)
@@ -88,11 +89,11 @@ GPT2 = (
     same("norm_eps", "layer_norm_epsilon", 1e-5),
     same("tie_embeddings", "tie_word_embeddings", True),
     same("attention.num_heads", "n_head"),
-    Setting(
+    FolderSetting(
         lambda keys: {"attention.scale": None if keys.get("scale_attn_weights", True) else 1.0},
         lambda m: {"scale_attn_weights": m["attention.scale"] is None},
     ),
-    choice("mlp.kind", "activation_function", PLAIN, "gelu_new"),
+    choice("mlp.kind", "activation_function", PLAIN_MLP, "gelu_new"),
     same("mlp.hidden", "n_inner", None),
     always({"norm": "layer_norm", "positions": "learned", "attention.bias": "qkvo", "mlp.bias": True}),
 )
@@ -100,13 +101,13 @@ GPT2 = (
 # ---- their names of our parameters, those of a block without blocks/PLACE
 
 
-def block(prefix: str, ours: dict[str, str]) -> dict[str, str]:
+def block_names(prefix: str, ours: dict[str, str]) -> dict[str, str]:
     return {path: prefix + name for path, name in ours.items()}
 
 
 LLAMA_NAMES = {
     "embedding": "model.embed_tokens.weight",
-    **block(
+    **block_names(
         "model.layers.{layer}.",
         {
             "attention_norm/scale": "input_layernorm.weight",
@@ -120,11 +121,11 @@ LLAMA_NAMES = {
     "final_norm/scale": "model.norm.weight",
     "head": "lm_head.weight",
 }
-QWEN3_NAMES = LLAMA_NAMES | block(
+QWEN3_NAMES = LLAMA_NAMES | block_names(
     "model.layers.{layer}.self_attn.",
     {"attention/q_norm": "q_norm.weight", "attention/k_norm": "k_norm.weight"},
 )
-GEMMA2_NAMES = LLAMA_NAMES | block(
+GEMMA2_NAMES = LLAMA_NAMES | block_names(
     "model.layers.{layer}.",
     {
         "attention_post_norm/scale": "post_attention_layernorm.weight",
@@ -135,7 +136,7 @@ GEMMA2_NAMES = LLAMA_NAMES | block(
 GPT2_NAMES = {
     "embedding": "transformer.wte.weight",
     "position_embedding": "transformer.wpe.weight",
-    **block(
+    **block_names(
         "transformer.h.{layer}.",
         {
             "attention_norm/scale": "ln_1.weight",
@@ -163,7 +164,7 @@ GPT2_NAMES = {
 
 class Family(NamedTuple):
     architecture: str
-    settings: tuple[Setting, ...]
+    settings: tuple[FolderSetting, ...]
     # Our path -> their name, {layer} the block's number. What has one name is joined along its outputs, in this order.
     names: dict[str, str]
     prefix: str = "model."  # of all but the head; the folder of a model without a head leaves it out
@@ -211,7 +212,7 @@ def canonical(cfg: ModelConfig) -> ModelConfig:
     idle = {setting.name for setting in unread(cfg)}
     idle |= set() if cfg.attention.qk_norm else {"attention.qk_norm_eps"}
     idle |= {n for n, one in {"attention.scale": K**-0.5, "embedding_scale": 1.0}.items() if equal(before[n], one)}
-    settings = before | {"attention.kind": fresh["attention.kind"]} | as_pattern(kinds(before))
+    settings = before | {"attention.kind": fresh["attention.kind"]} | as_pattern(attention_kinds(before))
     settings |= {"attention.num_kv_heads": G, "attention.head_dim": K, "mlp.hidden": width(cfg.mlp, cfg.dim)}
     return from_flat(settings | {n: fresh[n] for n in idle})
 

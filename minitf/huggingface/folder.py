@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  NumPy's bfloat16: without it safetensors reads none
 import numpy as np
 
-from minitf import params as P
 from minitf.huggingface.families import FAMILIES, Family
 from minitf.model.transformer import ModelConfig, model_params, pattern
-from minitf.params import Param
+from minitf.params import Param, named
+from minitf.paths import inside
 
 # ---- their tensors
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """One of our arrays, or a layer of one, inside one of their tensors."""
 
     path: str  # blocks/0/attention/q
@@ -32,7 +32,7 @@ class Tensor(NamedTuple):
 
     name: str
     layer: int | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     outputs_first: bool
 
     @property
@@ -63,7 +63,7 @@ def as_theirs(a: Any, p: Param, outputs_first: bool) -> Any:
 def tensors_of(name: str, cfg: ModelConfig) -> list[Tensor]:
     """All tensors of a model, in the order of its layers, and which of our arrays they hold."""
     family, period = FAMILIES[name], len(pattern(cfg))
-    specs = dict(P.named(model_params(cfg)))
+    specs = dict(named(model_params(cfg)))
     found: dict[str, Tensor] = {}
     for path, template in family.names.items():
         for layer in range(cfg.num_layers) if "{layer}" in template else (None,):
@@ -71,7 +71,7 @@ def tensors_of(name: str, cfg: ModelConfig) -> list[Tensor]:
             if full not in specs:
                 continue
             theirs = template.format(layer=layer)
-            piece = Piece(full, index, dataclasses.replace(specs[full], stack=()))
+            piece = TensorPiece(full, index, dataclasses.replace(specs[full], stack=()))
             before = found[theirs].pieces if theirs in found else ()
             # A head is a linear layer, also where the blocks' products are not.
             found[theirs] = Tensor(theirs, layer, (*before, piece), family.outputs_first or path == "head")
@@ -83,10 +83,10 @@ def tensors_of(name: str, cfg: ModelConfig) -> list[Tensor]:
 
 # ---- files
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
-CHUNK = 2**25  # bytes of a tensor that are read at once
+SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
+READ_BYTES = 2**25  # bytes of a tensor that are read at once
 
 
 def safetensors() -> Any:
@@ -131,20 +131,11 @@ def files_of(folder: Path) -> list[Path]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index}: has no weight_map of file names")
-    return [inside(folder, name, index) for name in sorted(set(names.values()))]
-
-
-def inside(folder: Path, name: str, index: Path) -> Path:
-    """A file that the index names. Raises ValueError where it lies, or a link leads, elsewhere."""
-    path = folder / name
-    if Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(
-            f"{index}: names {name!r}, which leads out of the folder; of a folder of links, such as Hugging Face's cache, "
-            "make a copy that holds the files (cp -rL)"
-        )
-    if not path.is_file():
-        raise ValueError(f"{index}: names {name!r}, which is not there")
-    return path
+    files = {name: inside(folder, name, index) for name in sorted(set(names.values()))}
+    for name, file in files.items():
+        if not file.is_file():
+            raise ValueError(f"{index}: names {name!r}, which is not there")
+    return list(files.values())
 
 
 class Stored(NamedTuple):
@@ -186,17 +177,19 @@ def check_tensors(folder: Path, stored: dict[str, Stored], wanted: dict[str, tup
     lines += [f"not in this model: {name} {size(t.shape)}" for name, t in stored.items() if name not in wanted]
     for name in (name for name in wanted if name in stored):
         if stored[name].shape != wanted[name]:
-            lines.append(f"shape of {name}: {size(stored[name].shape)}, by {CONFIG} {size(wanted[name])}")
-        if stored[name].dtype not in DTYPES:
-            lines.append(f"numbers of {name}: {stored[name].dtype}, known: {', '.join(DTYPES)}")
+            lines.append(f"shape of {name}: {size(stored[name].shape)}, by {MODEL_CONFIG} {size(wanted[name])}")
+        if stored[name].dtype not in SAFETENSORS_DTYPES:
+            lines.append(f"numbers of {name}: {stored[name].dtype}, known: {', '.join(SAFETENSORS_DTYPES)}")
     if lines:
         more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-        raise ValueError(f"{folder}: its tensors are not those of its {CONFIG}\n  " + "\n  ".join(lines[:SHOWN] + more))
+        raise ValueError(
+            f"{folder}: its tensors are not those of its {MODEL_CONFIG}\n  " + "\n  ".join(lines[:SHOWN] + more)
+        )
 
 
 def chunks(shape: tuple[int, ...]) -> Iterator[slice]:
     """Rows of a tensor, a few at a time."""
-    rows = max(CHUNK // (4 * math.prod(shape[1:])), 1)
+    rows = max(READ_BYTES // (4 * math.prod(shape[1:])), 1)
     for start in range(0, shape[0], rows):
         yield slice(start, min(start + rows, shape[0]))
 

@@ -47,29 +47,29 @@ class Keys:
         return {name: value for name, value in self._tree.items() if name not in known and value not in off}
 
 
-class Setting(NamedTuple):
+class FolderSetting(NamedTuple):
     """Some keys of a config.json and some settings of ModelConfig that say the same."""
 
     read: Callable[[Keys], dict[str, Any]]  # -> our settings by dotted name
     write: Callable[[dict[str, Any]], dict[str, Any]]  # our settings by dotted name -> theirs
 
 
-def same(ours: str, theirs: str, default: Any = REQUIRED) -> Setting:
-    return Setting(lambda keys: {ours: keys.get(theirs, default)}, lambda m: {theirs: m[ours]})
+def same(ours: str, theirs: str, default: Any = REQUIRED) -> FolderSetting:
+    return FolderSetting(lambda keys: {ours: keys.get(theirs, default)}, lambda m: {theirs: m[ours]})
 
 
-def choice(ours: str, theirs: str, table: dict[Any, Any], default: Any) -> Setting:
+def choice(ours: str, theirs: str, table: dict[Any, Any], default: Any) -> FolderSetting:
     """One of several kinds, {theirs: ours}; of several names for one kind the first is written."""
 
     def write(m: dict[str, Any]) -> dict[str, Any]:
         return {theirs: next((name for name, kind in table.items() if kind == m[ours]), default)}
 
-    return Setting(lambda keys: {ours: keys.pick(theirs, table, default)}, write)
+    return FolderSetting(lambda keys: {ours: keys.pick(theirs, table, default)}, write)
 
 
-def always(settings: dict[str, Any]) -> Setting:
+def always(settings: dict[str, Any]) -> FolderSetting:
     """What the family's config.json need not say."""
-    return Setting(lambda keys: settings, lambda m: {})
+    return FolderSetting(lambda keys: settings, lambda m: {})
 
 
 # ---- RoPE: transformers 5 writes rope_parameters; before it were rope_theta and rope_scaling, and most folders have these
@@ -117,13 +117,13 @@ def write_rope(m: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": scaling | theta, **theta} | ({} if kind == "default" else {"rope_scaling": scaling})
 
 
-ROTARY = Setting(read_rope, write_rope)
+ROTARY = FolderSetting(read_rope, write_rope)
 
 
 # ---- which layers see a window only
 
 
-def kinds(m: dict[str, Any]) -> tuple[str, ...]:
+def attention_kinds(m: dict[str, Any]) -> tuple[str, ...]:
     """The attention kind of every layer."""
     period = m["pattern"] or (m["attention.kind"],)
     return tuple(period[i % len(period)] for i in range(m["num_layers"]))
@@ -152,7 +152,7 @@ def layers_and_window(keys: Keys, default: list[str], window: int | None, off: s
 
 def types_of(m: dict[str, Any]) -> list[str]:
     names = {ours: theirs for theirs, ours in LAYER_TYPES.items()}
-    return [names[kind] for kind in kinds(m)]
+    return [names[kind] for kind in attention_kinds(m)]
 
 
 def read_qwen_layers(keys: Keys) -> dict[str, Any]:
@@ -192,6 +192,6 @@ def write_mistral_layers(m: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": m["attention.window"] if set(types_of(m)) == {"sliding_attention"} else None}
 
 
-QWEN_LAYERS = Setting(read_qwen_layers, write_qwen_layers)
-GEMMA_LAYERS = Setting(read_gemma_layers, write_gemma_layers)
-MISTRAL_WINDOW = Setting(read_mistral_layers, write_mistral_layers)
+QWEN_LAYERS = FolderSetting(read_qwen_layers, write_qwen_layers)
+GEMMA_LAYERS = FolderSetting(read_gemma_layers, write_gemma_layers)
+MISTRAL_WINDOW = FolderSetting(read_mistral_layers, write_mistral_layers)

@@ -5,15 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from minitf.data.frame import Frame
-from minitf.data.tokenizer import (
-    CONFIG,
-    FILE,
-    SPECIALS,
-    SPELLINGS,
-    ByteTokenizer,
-    CharTokenizer,
+from minitf.data.tokenizer import SPELLINGS, ByteTokenizer, CharTokenizer, Tokenizer
+from minitf.data.tokenizer_files import (
+    SPECIALS_FILE,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
     HuggingFaceTokenizer,
-    Tokenizer,
     bytes_of_letters,
 )
 
@@ -38,7 +35,7 @@ def byte_level(tokenizer: ByteTokenizer) -> Any:
     return out
 
 
-def characters(tokenizer: CharTokenizer) -> Any:
+def char_level(tokenizer: CharTokenizer) -> Any:
     """A word is a character; one that is not in the alphabet is an error, as with ours."""
     t = library()
     out = t.Tokenizer(t.models.WordLevel(vocab={c: i for i, c in enumerate(tokenizer.alphabet)}))
@@ -47,7 +44,7 @@ def characters(tokenizer: CharTokenizer) -> Any:
     return out
 
 
-CARRIED = (FILE, CONFIG, SPECIALS)  # byte for byte, both ways
+CARRIED = (TOKENIZER_FILE, TOKENIZER_CONFIG, SPECIALS_FILE)  # byte for byte, both ways
 TEMPLATE = "chat_template.jinja"  # what transformers looks at before tokenizer_config.json
 
 
@@ -74,15 +71,15 @@ def write_tokenizer(tokenizer: Tokenizer, frame: Frame, source: Path, folder: Pa
                 if (source / name).is_file():
                     (folder / name).write_bytes((source / name).read_bytes())
             return
-        (folder / FILE).write_bytes(tokenizer.contents)
+        (folder / TOKENIZER_FILE).write_bytes(tokenizer.contents)
         # Without a class, transformers takes that of the model's family, which may have another pre-tokenizer.
         config = {"tokenizer_class": TOKENIZER_CLASS, **tokenizer.config, **first}
     else:
-        made = byte_level(tokenizer) if isinstance(tokenizer, ByteTokenizer) else characters(tokenizer)
-        made.save(str(folder / FILE))
+        made = byte_level(tokenizer) if isinstance(tokenizer, ByteTokenizer) else char_level(tokenizer)
+        made.save(str(folder / TOKENIZER_FILE))
         # Decoded to the very text.
         config = {"tokenizer_class": TOKENIZER_CLASS, "clean_up_tokenization_spaces": False, **tokenizer.named, **first}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # takes tokenizer.json as it is

@@ -13,7 +13,7 @@ from minitf.model.ops import check_rate, linear, rms_norm, rotate
 from minitf.params import Param
 from minitf.settings import setting
 
-BLOCK = "most {} at a time in splash (the next smaller size that divides a row); None: what fits a TPU's memory"
+BLOCK_MEANING = "most {} at a time in splash (the next smaller size that divides a row); None: what fits a TPU's memory"
 BIAS = {"none": "none of them", "qkv": "queries, keys and values", "qkvo": "these and the output"}
 
 
@@ -48,8 +48,12 @@ class AttentionConfig:
         may_change=True,
     )
     implementation: str = setting("auto", "the kernel that computes attention", one_of=lambda: CHOICES, may_change=True)
-    block_q: int | None = setting(None, BLOCK.format("queries"), at_least=LANES, multiple_of=LANES, may_change=True)
-    block_kv: int | None = setting(None, BLOCK.format("keys"), at_least=LANES, multiple_of=LANES, may_change=True)
+    block_q: int | None = setting(
+        None, BLOCK_MEANING.format("queries"), at_least=LANES, multiple_of=LANES, may_change=True
+    )
+    block_kv: int | None = setting(
+        None, BLOCK_MEANING.format("keys"), at_least=LANES, multiple_of=LANES, may_change=True
+    )
 
 
 class AttentionKind(NamedTuple):

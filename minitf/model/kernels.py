@@ -1,4 +1,4 @@
-"""Attention's kernels: who may see whom, the ways to compute it, what each can do, and `choose` and `mix`, which choose one."""
+"""Attention's kernels: who may see whom, the ways to compute it, and what each can do."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from minitf.model.ops import dropout, softcap
-from minitf.sharding import BATCH, RULES, capability, per_device, row_shards
+from minitf.sharding.mesh import BATCH
+from minitf.sharding.rules import RULES
+from minitf.sharding.seams import per_device, row_shards
 from minitf.tables import Kind
 
 
@@ -291,27 +293,13 @@ def refusal(name: str, platform: str | None, needs: Needs) -> str | None:
     return kernel.shape(needs)
 
 
-def choose(implementation: str, platform: str | None, needs: Needs) -> str:
-    """The implementation that will run. Raises ValueError where one was named that cannot; only "auto" may choose."""
-    if implementation != "auto":
-        why = refusal(implementation, platform, needs)
-        if why:
-            can = [n for n in IMPLEMENTATIONS if not refusal(n, platform, needs)]
-            raise ValueError(
-                f"model.attention.implementation={implementation}: {why}; these can: {', '.join(['auto', *can])}"
-            )
-        return implementation
-    return next(n for n in AUTO if not refusal(n, platform, needs))
-
-
 def mix(
     q_BSHK, k_BTGK, v_BTGK, mask: Mask, how: Scores, implementation: str = "auto", keys_B=None, rate: float = 0.0
 ) -> jax.Array:
-    """The weighted mean of the values that each query may see, [B, S, H, K] in v's dtype; softmax in float32. implementation:
-    "auto" or one of IMPLEMENTATIONS."""
+    """The weighted mean of the values that each query may see, [B, S, H, K] in v's dtype; softmax in float32. implementation: one of
+    IMPLEMENTATIONS, as choose.py decides; "auto", undecided: reference. Raises ValueError where it cannot do what is asked."""
+    name = "reference" if implementation == "auto" else implementation
     B, S, _, K = q_BSHK.shape
-    # One that is named may be compiled here for devices that are elsewhere.
-    device = jax.devices()[0] if implementation == "auto" else None
     needs = Needs(
         dtype=str(q_BSHK.dtype),
         length=S,
@@ -321,8 +309,9 @@ def mix(
         segments=mask.segments_BS is not None,
         cached=mask.times is not None,
         spread=B % row_shards() == 0,
-        capability=capability(device),
     )
-    kernel = IMPLEMENTATIONS[choose(implementation, None if device is None else device.platform, needs)]
+    if why := refusal(name, None, needs):
+        raise ValueError(f"model.attention.implementation={name}: {why}")
+    kernel = IMPLEMENTATIONS[name]
     y_BSHK = kernel.apply(q_BSHK, k_BTGK, v_BTGK, mask, how, keys_B, rate)
     return y_BSHK if kernel.names_context else checkpoint_name(y_BSHK, "context")

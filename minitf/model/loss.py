@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from minitf.model.ops import matmul, outer
 from minitf.model.transformer import ModelConfig, head_logits, head_name, head_weight
 from minitf.settings import setting
-from minitf.sharding import added, by_shard, travels
+from minitf.sharding.seams import added, by_shard, travels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ Sums = dict[
 ]  # weighted, over a row's positions, float32 [B]: `loss` (nats), `z_loss` (squared log-partition)
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     """What a token's loss and its gradient are made of."""
 
     logits: jax.Array  # float32 [B, C, V]
@@ -53,20 +53,20 @@ class Scores(NamedTuple):
     is_target: jax.Array  # bool [B, C, V]
 
 
-def scores(w: jax.Array, parts: Parts, cfg: ModelConfig) -> Scores:
+def token_scores(w: jax.Array, parts: Parts, cfg: ModelConfig) -> TokenScores:
     logits = head_logits(w, parts.x, cfg)
     # Comparing with every class partitions over a sharded vocabulary, where a gather would collect the logits.
     is_target = jnp.arange(logits.shape[-1]) == parts.targets[..., None]
-    return Scores(logits, jax.nn.logsumexp(logits, axis=-1), is_target)
+    return TokenScores(logits, jax.nn.logsumexp(logits, axis=-1), is_target)
 
 
-def sums_of(s: Scores, weights: jax.Array) -> Sums:
+def sums_of(s: TokenScores, weights: jax.Array) -> Sums:
     losses = s.log_partition - jnp.sum(jnp.where(s.is_target, s.logits, 0), axis=-1)
     return {"loss": jnp.sum(losses * weights, axis=-1), "z_loss": jnp.sum(s.log_partition**2 * weights, axis=-1)}
 
 
 def token_sums(w: jax.Array, parts: Parts, cfg: ModelConfig) -> Sums:
-    return sums_of(scores(w, parts, cfg), parts.weights)
+    return sums_of(token_scores(w, parts, cfg), parts.weights)
 
 
 def with_gradient(
@@ -74,7 +74,7 @@ def with_gradient(
 ) -> tuple[Sums, jax.Array, jax.Array]:
     """(sums, gradient by x [B, C, D], gradient by these columns of x in w as each shard of the batch has it, float32
     [shards, D, V], where tied [shards, V, D]), of the sum of loss + z * z_loss over all rows."""
-    s = scores(w, parts, cfg)
+    s = token_scores(w, parts, cfg)
     # d loss / d logits = softmax - one-hot; d log_partition^2 / d logits = 2 log_partition softmax.
     softmax = jnp.exp(s.logits - s.log_partition[..., None])
     d = softmax * (1 + 2 * z * s.log_partition[..., None]) if z else softmax

@@ -58,7 +58,7 @@ def gated_params(cfg: MlpConfig, dim: int) -> dict[str, Param]:
     return specs
 
 
-def product(params: Any, name: str, x: jax.Array) -> jax.Array:
+def projected(params: Any, name: str, x: jax.Array) -> jax.Array:
     return checkpoint_name(linear(x, params[name], params.get(f"{name}_bias")), name)
 
 
@@ -73,13 +73,13 @@ once.defvjp(lambda x: (x, None), lambda _, g: (jax.lax.optimization_barrier(g),)
 
 
 def up_down(params: Any, x: jax.Array, cfg: MlpConfig, *, activation: Callable) -> tuple[jax.Array, Aux]:
-    return product(params, "down", activation(product(params, "up", x))), {}
+    return projected(params, "down", activation(projected(params, "up", x))), {}
 
 
 def gated(params: Any, x: jax.Array, cfg: MlpConfig, *, activation: Callable) -> tuple[jax.Array, Aux]:
     """down(activation(gate x) * up x): GLU variants, arXiv:2002.05202."""
-    gate, up = (once(product(params, name, x)) for name in ("gate", "up"))
-    return product(params, "down", activation(gate) * up), {}
+    gate, up = (once(projected(params, name, x)) for name in ("gate", "up"))
+    return projected(params, "down", activation(gate) * up), {}
 
 
 def relu_squared(x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from minitf.sharding import row_sum
+from minitf.sharding.seams import row_sum
 
 
 def matmul(x: jax.Array, w: jax.Array, inputs: int = 1, *, transposed: bool = False, dtype: Any = None) -> jax.Array:

@@ -31,9 +31,10 @@ from minitf.model.ops import (
     softcap,
     stretched,
 )
-from minitf.params import SCHEMES, Param, named, stacked, with_inits, zeros
+from minitf.model.remat import REMAT, rematerialised
+from minitf.params import SCHEMES, Param, stacked, with_inits, zeros
 from minitf.settings import setting
-from minitf.sharding import gather, lookup, pin, pin_cache
+from minitf.sharding.seams import gather, lookup, pin, pin_cache
 
 DTYPES = {
     "float32": "as the master weights",
@@ -152,69 +153,12 @@ POSITIONS = {
 }
 
 
-# ---- rematerialisation: which activations of a block are kept for the backward pass
-
-policies = jax.checkpoint_policies
-kept = policies.save_only_these_names
-
-
-class Remat(NamedTuple):
-    meaning: str
-    policy: Callable | None = (
-        None  # which values of a block are saved, by their `checkpoint_name`; None: as JAX does by itself
-    )
-
-
-REMAT = {  # a block's input is saved by all
-    "none": Remat("nothing"),
-    # What lies between products is cheaper to compute twice than to write and read.
-    "products": Remat(
-        "all but the products with weights and attention's result",
-        kept("q", "k", "v", "context", "o", "attention_out", "gate", "up", "down", "dropout"),
-    ),
-    "full": Remat("all", policies.nothing_saveable),
-    "dots": Remat("all but the products with weights", policies.dots_with_no_batch_dims_saveable),
-    "context": Remat("all but attention's result", kept("context")),
-    "qkv_context": Remat("all but attention's operands and result", kept("q", "k", "v", "context")),
-    "minimal": Remat(
-        "all but attention's operands and result and the MLP's first products",
-        kept("q", "k", "v", "context", "gate", "up"),
-    ),
-    "offload": Remat(
-        "as qkv_context, but what is saved, a block's input too, lies in host memory",
-        policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=["layer_in", "q", "k", "v", "context"],
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
-    ),
-}
-
-
-def rematerialised(f: Callable, remat: str) -> Callable:
-    """f, whose backward pass recomputes what the policy does not save."""
-    if (policy := REMAT[remat].policy) is None:
-        return f
-    # Inside a scan nothing can be merged across iterations, so the guard against that only costs.
-    return jax.checkpoint(f, policy=policy, prevent_cse=False)
-
-
 # ---- declarations
 
 
 def pattern(cfg: ModelConfig) -> tuple[str, ...]:
     """The attention kinds of one period."""
     return cfg.pattern or (cfg.attention.kind,)
-
-
-def with_kernel(cfg: ModelConfig, implementation: str) -> ModelConfig:
-    return dataclasses.replace(cfg, attention=dataclasses.replace(cfg.attention, implementation=implementation))
-
-
-def with_any_kernel(cfg: ModelConfig) -> ModelConfig:
-    """The same model where rows are of another kind than in training, which the kernel that was chosen for it may not know."""
-    return with_kernel(cfg, "auto")
 
 
 def layers_at(cfg: ModelConfig, place: int) -> int:
@@ -251,23 +195,6 @@ def model_params(cfg: ModelConfig) -> dict[str, Any]:
     if not cfg.tie_embeddings:
         specs["head"] = Param((cfg.dim, cfg.vocab_size), ("embed", "vocab"), "head", inputs=1)
     return with_inits(specs, cfg.init, cfg.num_layers)
-
-
-def flops_per_token(cfg: ModelConfig, specs: Any, seq_len: int, *, causal: bool = False) -> float:
-    """FLOPs of forward and backward for one token: 6 x (matrix and head elements; a tied head once) + 12 x H x K x S for
-    each layer's attention over the full square of S keys, as the field counts (PaLM, arXiv:2204.02311, appendix B); a window
-    takes min(S, window). `causal`: only the keys that are seen."""
-    weights = sum(p.active for _, p in named(specs))
-    if cfg.tie_embeddings:
-        weights += specs["embedding"].size
-    H, _, K = sizes(cfg.attention, cfg.dim)
-
-    def keys(kind: str) -> float:
-        w = min(seq_len, ATTENTION[kind].window(cfg.attention) or seq_len)
-        return w - w * (w - 1) / (2 * seq_len) if causal else w
-
-    squares = sum(12 * H * K * keys(kind) * layers_at(cfg, i) for i, kind in enumerate(pattern(cfg)))
-    return 6 * weights + squares
 
 
 # ---- functions

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from minitf.data import store
-from minitf.data.packing import write_durably
-from minitf.data.tokenizer import CONFIG, FILE
+from minitf.data.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILE
+from minitf.paths import write_whole
 from tools.preparation.documents import STDIN
 
 INPUTS = "inputs.json"  # every file that a store was made of
@@ -24,7 +24,7 @@ OURS = re.compile(
 def write_json(path: Path, tree: Any) -> str:
     """The sha256 of what is now there, whole and on the disk."""
     contents = (json.dumps(tree, indent=2) + "\n").encode()
-    write_durably(path, contents)
+    write_whole(path, contents)
     return hashlib.sha256(contents).hexdigest()
 
 
@@ -82,7 +82,9 @@ def foreign(directory: Path, of_a_store: bool) -> list[str]:
     if not directory.exists():
         return []
     known = OURS.fullmatch if of_a_store else lambda name: name == UNFINISHED
-    return sorted(p.name for p in directory.iterdir() if not known(p.name) and p.name not in (FILE, CONFIG))
+    return sorted(
+        p.name for p in directory.iterdir() if not known(p.name) and p.name not in (TOKENIZER_FILE, TOKENIZER_CONFIG)
+    )
 
 
 def claim(directory: Path) -> BinaryIO:

@@ -28,9 +28,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from minitf.data.chat import chatml_pieces
-from minitf.data.long_texts import BLOCK
+from minitf.data.long_texts import BLOCK_BYTES
 from minitf.data.store import check_width
-from minitf.paths import FIRST, container, files_below, given
+from minitf.paths import FIRST_BYTES, container, files_below, given
 
 LINE = 256 << 20  # the longest line of JSON
 STDIN = "-"
@@ -298,13 +298,13 @@ def parse_line(line: bytes, reading: Reading) -> list[Part]:
 
 def lines_before(path: str, end: int) -> int:
     with open(path, "rb") as f:
-        return sum(f.read(min(BLOCK, end - at)).count(b"\n") for at in range(0, end, BLOCK))
+        return sum(f.read(min(BLOCK_BYTES, end - at)).count(b"\n") for at in range(0, end, BLOCK_BYTES))
 
 
 def skip_line(file: BinaryIO) -> int:
     """Reads up to the next line; how many bytes that was."""
     n = 0
-    while part := file.readline(BLOCK):
+    while part := file.readline(BLOCK_BYTES):
         n += len(part)
         if part.endswith(b"\n"):
             break
@@ -339,7 +339,7 @@ def beginning(path: str, packed: str) -> bytes:
     """The first bytes of a file's contents."""
     try:
         with open(path, "rb") as raw:
-            return opened(raw, packed).read(FIRST)
+            return opened(raw, packed).read(FIRST_BYTES)
     except TORN as e:
         raise torn(path, e) from None
 
@@ -361,7 +361,7 @@ def json_records(span: Span, packed: str, reading: Reading, position: Position) 
             )
         yield from line_records(span, packed, reading, position)
         return
-    contents = b"".join(itertools.islice(file_blocks(path, packed, position.bytes, position), LINE // BLOCK + 1))
+    contents = b"".join(itertools.islice(file_blocks(path, packed, position.bytes, position), LINE // BLOCK_BYTES + 1))
     if len(contents) > LINE:
         raise Unreadable(
             f"{path}: an array of JSON is read whole, and may have {LINE >> 20} MB; lines of JSON may be any number"
@@ -432,7 +432,7 @@ def parquet_records(span: Span, packed: str, reading: Reading, position: Positio
     row = first = sum(metadata.row_group(i).num_rows for i in range(span.start))
     group = metadata.row_group(span.start)
     # Few rows at a time where they are long: all of them are in memory.
-    rows = max(1, min(1024, group.num_rows * (BLOCK // 2) // max(group.total_byte_size, 1)))
+    rows = max(1, min(1024, group.num_rows * (BLOCK_BYTES // 2) // max(group.total_byte_size, 1)))
     try:
         for batch in file.iter_batches(rows, row_groups=[span.start], columns=list(columns), use_threads=False):
             for i in range(len(batch)):
@@ -446,8 +446,8 @@ def parquet_records(span: Span, packed: str, reading: Reading, position: Positio
 def id_blocks(path: str, first: int, end: int, reading: Reading) -> Iterator[np.ndarray]:
     """Ids first .. end of a file. Raises ValueError naming one that is not of the vocabulary."""
     dtype = np.dtype(reading.token_dtype).newbyteorder("<")
-    for at in range(first, end, BLOCK):
-        ids = np.fromfile(path, dtype, min(BLOCK, end - at), offset=at * dtype.itemsize)
+    for at in range(first, end, BLOCK_BYTES):
+        ids = np.fromfile(path, dtype, min(BLOCK_BYTES, end - at), offset=at * dtype.itemsize)
         wrong = ids >= reading.vocab_size
         if wrong.any():
             i = int(wrong.argmax())
@@ -478,7 +478,7 @@ def id_records(span: Span, packed: str, reading: Reading, position: Position) ->
 
     begin, at = (0 if start == 0 else None), max(start - 1, 0)  # a document begins where another has ended
     while at < end and not (begin is None and at >= stop - 1):
-        ids = np.fromfile(span.path, np.dtype(reading.token_dtype).newbyteorder("<"), BLOCK, offset=at * width)
+        ids = np.fromfile(span.path, np.dtype(reading.token_dtype).newbyteorder("<"), BLOCK_BYTES, offset=at * width)
         for mark in (np.flatnonzero(ids == reading.eos) + at).tolist():
             if begin is not None:
                 position.bytes = before + min(mark * width - span.start, span.size)
@@ -495,7 +495,7 @@ def file_blocks(path: str, packed: str, before: int, position: Position) -> Iter
     try:
         with open(path, "rb") as raw:
             file = opened(raw, packed)
-            while block := file.read(BLOCK):
+            while block := file.read(BLOCK_BYTES):
                 position.bytes = before + raw.tell()
                 yield block
     except TORN as e:

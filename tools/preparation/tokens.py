@@ -13,7 +13,8 @@ import numpy as np
 
 from minitf.data import long_texts, store
 from minitf.data.frame import start_of
-from minitf.data.tokenizer import HuggingFaceTokenizer, Tokenizer, make_tokenizer
+from minitf.data.tokenizer import Tokenizer
+from minitf.data.tokenizer_files import HuggingFaceTokenizer, make_tokenizer
 from tools.preparation import documents
 from tools.preparation.directory import UNFINISHED, read_json, write_json
 from tools.preparation.documents import FORMATS, Reading, Span

@@ -1,13 +1,9 @@
 """Checksums of arrays, computed where the arrays live: the same bits on any mesh, and different ones for any changed element."""
 
-import hashlib
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from minitf import params as P
 
 
 def words(x: jax.Array) -> jax.Array:
@@ -40,23 +36,3 @@ def checksum(x: jax.Array) -> jax.Array:
     # One reduction of both: of two, XLA's CPU compiler keeps the products in memory, twice the array, and takes ten times as long.
     add = lambda sums, more: tuple(s + m for s, m in zip(sums, more, strict=True))
     return jnp.stack(jax.lax.reduce(products, (jnp.uint32(0),) * 2, add, tuple(range(x.ndim))))
-
-
-def hexadecimal(sums: Any) -> str:
-    """A fetched checksum as 16 hexadecimal digits."""
-    high, low = (int(s) for s in sums)
-    return f"{high:08x}{low:08x}"
-
-
-_checksums = jax.jit(lambda tree: jax.tree.map(checksum, tree))
-
-
-def checksums(tree: Any) -> dict[str, str]:
-    """The checksum of every array, by name. Waits for the arrays."""
-    return {name: hexadecimal(sums) for name, sums in P.named(jax.device_get(_checksums(tree)))}
-
-
-def combined(arrays: dict[str, dict[str, Any]], prefix: str = "") -> str:
-    """One checksum of all arrays whose names begin with the prefix, from theirs."""
-    text = " ".join(f"{name} {a['checksum']}" for name, a in sorted(arrays.items()) if name.startswith(prefix))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

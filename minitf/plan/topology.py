@@ -102,7 +102,7 @@ def tpus(name: str, kind: str, shape: str, slices: int) -> list:
             f"--topology {name}: needs libtpu, the TPU's compiler: pip install '.[plan]' (Python 3.12 and newer, Linux)"
         )
     options = TPUS[kind].options | ({"num_slices": slices} if slices > 1 else {})
-    return described(name, lambda get: get(platform="tpu", topology_name=f"{kind}:{shape}", **options))
+    return described_devices(name, lambda get: get(platform="tpu", topology_name=f"{kind}:{shape}", **options))
 
 
 def gpus(name: str, kind: str, shape: str) -> list:
@@ -113,17 +113,17 @@ def gpus(name: str, kind: str, shape: str) -> list:
             f"jax-cuda13-pjrt=={version}"
         )
     target = HOPPER.format(gpu=GPUS[kind])
-    return described(name, lambda get: get(kind, platform="cuda", target_config=target, topology=shape))
+    return described_devices(name, lambda get: get(kind, platform="cuda", target_config=target, topology=shape))
 
 
-def described(name: str, ask: Callable[[Callable], Any]) -> list:
+def described_devices(name: str, ask: Callable[[Callable], Any]) -> list:
     from jax.experimental import topologies
 
     try:
         with quiet():
             return list(ask(topologies.get_topology_desc).devices)
     except jax.errors.JaxRuntimeError as e:
-        raise ValueError(f"--topology {name}: {said(e)}; known: {KNOWN}") from None
+        raise ValueError(f"--topology {name}: {first_line(e)}; known: {KNOWN}") from None
 
 
 @contextlib.contextmanager
@@ -140,6 +140,6 @@ def quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def said(e: Exception) -> str:
+def first_line(e: Exception) -> str:
     """The first line of an error of XLA's, without its code."""
     return re.sub(r"^[A-Z_]+: ", "", str(e)).strip().splitlines()[0]

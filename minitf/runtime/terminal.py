@@ -1,9 +1,9 @@
-"""Output that never ends a run: what is printed is not worth it."""
+"""Output that never ends a run, as what is printed is not worth it; and tables as text."""
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -50,3 +50,13 @@ def lasting_output() -> Iterator[None]:
             if stream:
                 stream.flush()
         sys.stdout, sys.stderr = before
+
+
+def columns(lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Rows of cells as text: the first so many columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def cell(i: int, text: str) -> str:
+        return text.ljust(widths[i]) if i < left else text.rjust(widths[i])
+
+    return ["  ".join(cell(i, text) for i, text in enumerate(line)).rstrip() for line in lines]

@@ -1,15 +1,12 @@
-"""The work directory of a run: who writes in it, what it holds, whether a run may go on in it, and its model."""
+"""The work directory of a run: what it holds, whether a run may go on in it, and its model."""
 
 import contextlib
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,25 +14,32 @@ import jax
 from etils import epath
 
 from minitf import config as config_lib
-from minitf import params as P
-from minitf.checkpoint import Checkpoints, DamagedError, check_fit
 from minitf.config import Config
 from minitf.data import frame as frames
-from minitf.data import tokenizer
+from minitf.data import tokenizer_files
 from minitf.data.datasets import BEFORE, Framing
 from minitf.data.frame import Frame
-from minitf.distributed import say, start_ticks
-from minitf.metrics import is_local, json_lines, write_whole
+from minitf.data.tokenizer import Tokenizer
 from minitf.model.transformer import model_params
-from minitf.paths import given
+from minitf.params import abstract_params
+from minitf.paths import given, write_whole
+from minitf.runtime.checkpoint import Checkpoints, DamagedError, check_fit
+from minitf.runtime.log import json_lines
+from minitf.runtime.processes import say
 from minitf.settings import fields, flat
-from minitf.sharding import MeshConfig, make_mesh, shardings
+from minitf.sharding.devices import make_mesh
+from minitf.sharding.mesh import MeshConfig
+from minitf.sharding.rules import shardings
 
-LOCK = "lock.json"
 # And TensorBoard's event files; plugins holds its profiles.
 OURS = (
     *("config.json", "metrics.jsonl", "events.jsonl", "checkpoints", "plugins"),
-    *(tokenizer.FILE, tokenizer.CONFIG, tokenizer.SPECIALS, frames.FILE),
+    *(
+        tokenizer_files.TOKENIZER_FILE,
+        tokenizer_files.TOKENIZER_CONFIG,
+        tokenizer_files.SPECIALS_FILE,
+        frames.FRAME_FILE,
+    ),
 )
 
 
@@ -45,160 +49,6 @@ def resolve(workdir: str, setting: str = "--workdir") -> epath.Path:
         return epath.Path(workdir) if "://" in workdir else epath.Path(given(workdir, setting).resolve())
     except (RuntimeError, KeyError) as e:  # no such user, a loop of links, an unknown scheme
         raise ValueError(f"{setting} {workdir}: {e}") from None
-
-
-# ---- one run at a time
-
-RENEWED = 10.0  # seconds between two signs of life in the lock
-STALE = 60.0  # seconds without one after which a run on another machine counts as dead
-JOB_IDS = ("MINITF_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # a scheduler's requeue keeps its job's id
-
-
-def ourselves() -> dict[str, Any]:
-    """What tells this process from all others."""
-
-    def read(f: Callable[[str], str], path: str) -> str | None:
-        try:
-            return f(path).strip()
-        except OSError:  # not Linux
-            return None
-
-    return {
-        "host": socket.gethostname(),
-        "boot_id": read(lambda p: Path(p).read_text(), "/proc/sys/kernel/random/boot_id"),
-        "processes": read(os.readlink, "/proc/self/ns/pid"),  # process ids mean something within one container only
-        "pid": os.getpid(),
-        "started": start_ticks(os.getpid()),
-        "job_id": next((os.environ[n] for n in JOB_IDS if os.environ.get(n)), None),
-    }
-
-
-def is_dead(lock: dict[str, Any], us: dict[str, Any], silence: float) -> str | None:
-    """Why the run that holds the lock counts as dead; None: it does not. `silence`: seconds since its last sign of life."""
-    if lock["host"] == us["host"] and lock["processes"] == us["processes"]:
-        if lock["boot_id"] != us["boot_id"]:
-            return "this machine was started anew since"
-        # A later process may have its number.
-        alive = lock["pid"] != us["pid"] and start_ticks(lock["pid"]) == lock["started"]
-        return None if alive else f"its process {lock['pid']} is gone"
-    if lock["job_id"] is not None and lock["job_id"] == us["job_id"]:
-        return f"it belongs to this job, {us['job_id']}"
-    return f"no sign of life for {silence:.0f} s" if silence >= STALE else None
-
-
-class Lock:
-    """The sign in a work directory that a run writes there, renewed every RENEWED seconds."""
-
-    def __init__(self, path: epath.Path):
-        self._path, self._us = path, ourselves()
-        self.end = threading.Event()
-        self.lost: str | None = None  # who took it over
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Reading and writing the lock as one act, where the file system knows how."""
-        if not is_local(self._path):
-            yield
-            return
-        import fcntl
-
-        while True:
-            with open(self._path, "a") as f:
-                with contextlib.suppress(OSError):  # a file system without locks
-                    fcntl.flock(f, fcntl.LOCK_EX)
-                # The one who had it before us may have taken the file away.
-                if self._path.exists() and os.path.samestat(os.fstat(f.fileno()), os.stat(self._path)):
-                    yield
-                    return
-
-    def _read(self) -> dict[str, Any] | None:
-        text = self._path.read_text() if self._path.exists() else ""
-        try:
-            return json.loads(text)
-        except ValueError:  # none, or torn
-            return None
-
-    def _write(self) -> None:
-        text = json.dumps(self._us | {"time": time.time()})
-        if not is_local(self._path):
-            self._path.write_text(text)
-            return
-        # In place and of one size: it needs no room, so that a full disk does not make a living run look dead.
-        with open(self._path, "r+b") as f:
-            f.write(text.encode().ljust(600))
-
-    def try_once(self, seen: dict[str, Any] | None, since: float) -> tuple[dict[str, Any] | None, str | None]:
-        """(the lock of a run that holds it or None where it is ours now, why an older one counted as dead). `seen`, `since`:
-        the lock as it was, and for how long we have known it so, as other machines' clocks may differ."""
-        with self._alone():
-            lock = self._read()
-            why = None
-            if lock is not None:
-                watched = time.monotonic() - since if lock == seen else 0.0
-                why = is_dead(lock, self._us, max(time.time() - lock["time"], watched))
-                if why is None:
-                    return lock, None
-            self._write()
-            return None, why
-
-    def acquire(self, say: Callable[[str], None]) -> None:
-        """Raises ValueError where another run holds it. A run elsewhere that has been silent is waited for until it shows
-        life or counts as dead."""
-        seen, since = None, time.monotonic()
-        while True:
-            lock, why = self.try_once(seen, since)
-            if lock is None:
-                if why is not None:
-                    say(f"taking over from a run that has not ended: {why}")
-                return
-            who = f"process {lock['pid']} on {lock['host']}"
-            here = (lock["host"], lock["processes"]) == (self._us["host"], self._us["processes"])
-            if here or (seen is not None and lock != seen):
-                raise ValueError(
-                    f"--workdir {self._path.parent}: another run writes there ({who}); stop it, or give another directory"
-                )
-            if seen is None:
-                seen, since = lock, time.monotonic()
-                say(f"a run on another machine may write there ({who}): waiting up to {STALE:.0f} s for a sign of life")
-            time.sleep(0.5)
-
-    def renew(self) -> None:
-        """Until the end: a sign of life now and then. Notices where another run has taken over."""
-        while not self.end.wait(RENEWED):
-            with contextlib.suppress(OSError), self._alone():  # a file system out of reach: try again
-                lock = self._read()
-                if lock is not None and any(lock[k] != v for k, v in self._us.items()):
-                    self.lost = f"process {lock['pid']} on {lock['host']}"
-                    return
-                self._write()
-
-    def release(self) -> None:
-        if self.lost is None:
-            with self._alone():
-                self._path.unlink()
-
-
-@contextlib.contextmanager
-def locked(workdir: epath.Path, say: Callable[[str], None] = print) -> Iterator[Lock]:
-    """Makes the directory and holds its lock. Raises ValueError where another run has it or the directory cannot be made."""
-    try:
-        if workdir.exists() and not workdir.is_dir():
-            raise ValueError(f"--workdir {workdir}: is a file")
-        workdir.mkdir(parents=True, exist_ok=True)
-        lock = Lock(workdir / LOCK)
-        lock.acquire(say)
-    except OSError as e:
-        raise ValueError(f"--workdir {workdir}: {e.strerror or e}") from None
-    thread = threading.Thread(target=lock.renew, name="lock", daemon=True)
-    thread.start()
-    try:
-        yield lock
-    finally:
-        lock.end.set()
-        thread.join(5.0)  # else it could write the lock again behind its release
-        if not thread.is_alive():
-            with contextlib.suppress(OSError):  # the directory is gone, and its lock with it
-                lock.release()
 
 
 # ---- what it holds
@@ -338,7 +188,7 @@ def check_params(workdir: epath.Path, specs: Any) -> None:
     """Raises ValueError where the parameters of a run's newest checkpoint do not fit, with every array that does not."""
     with checkpoints_of(workdir) as checkpoints:
         step, about = checkpoints.newest_about()
-        check_fit(f"{workdir}, step {step}", about["arrays"], {"params": P.abstract(specs)})
+        check_fit(f"{workdir}, step {step}", about["arrays"], {"params": abstract_params(specs)})
 
 
 def load_params(workdir: epath.Path, target: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
@@ -363,23 +213,23 @@ def load_model(workdir: str | os.PathLike, step: int | None = None, mesh: jax.sh
     cfg, _ = stored
     specs = model_params(cfg.model)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1]) if mesh is None else mesh
-    params, about = load_params(directory, P.abstract(specs, shardings(specs, mesh)), step)
+    params, about = load_params(directory, abstract_params(specs, shardings(specs, mesh)), step)
     return Model(cfg, params, about["step"], stored_frame(directory))
 
 
-def tokenizer_of(workdir: epath.Path) -> tokenizer.Tokenizer:
+def tokenizer_of(workdir: epath.Path) -> Tokenizer:
     """The tokenizer of a run. Raises ValueError where it has none."""
-    path = workdir / tokenizer.FILE
+    path = workdir / tokenizer_files.TOKENIZER_FILE
     if not path.exists():
         raise ValueError(
-            f"{workdir}: has no {tokenizer.FILE}: its data were token ids, and text cannot be read with it"
+            f"{workdir}: has no {tokenizer_files.TOKENIZER_FILE}: its data were token ids, and text cannot be read with it"
         )
-    return tokenizer.load_tokenizer(path)
+    return tokenizer_files.load_tokenizer(path)
 
 
 def stored_frame(workdir: epath.Path) -> Frame | None:
     """The frame of a run's texts; None: a run from before it was stored."""
-    path = workdir / frames.FILE
+    path = workdir / frames.FRAME_FILE
     if not path.exists():
         return None
     try:
@@ -389,7 +239,7 @@ def stored_frame(workdir: epath.Path) -> Frame | None:
 
 
 def store_frame(workdir: epath.Path, frame: Frame) -> None:
-    write_whole(workdir / frames.FILE, json.dumps(frames.to_tree(frame), indent=2) + "\n")
+    write_whole(workdir / frames.FRAME_FILE, json.dumps(frames.to_tree(frame), indent=2) + "\n")
 
 
 def framing_of(workdir: epath.Path) -> Framing:
@@ -400,7 +250,7 @@ def framing_of(workdir: epath.Path) -> Framing:
     return frames.of_before if (workdir / "config.json").exists() else frames.of_tokenizer
 
 
-def frame_of(model: Model, tokenizer: tokenizer.Tokenizer | None) -> Frame:
+def frame_of(model: Model, tokenizer: Tokenizer | None) -> Frame:
     """The frame of a model's texts. One line on stderr says where it is not stored, but taken as it was before frames were."""
     if model.frame is not None:
         return model.frame

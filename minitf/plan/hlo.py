@@ -237,7 +237,14 @@ def costs(module: Module, run: Runs) -> list[Cost]:
 
 # ---- collectives
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+COLLECTIVE_KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
 WIRE = {  # bytes that each of g devices sends, of a result of R bytes, on a ring
     "all-reduce": lambda R, g: 2 * R * (g - 1) / g,
     "all-gather": lambda R, g: R * (g - 1) / g,
@@ -269,7 +276,7 @@ def in_order(dims: list[int], transposed: list[int] | None = None) -> list[int]:
     ]
 
 
-def cut(numbers: list[int], size: int) -> list[tuple[int, ...]]:
+def consecutive(numbers: list[int], size: int) -> list[tuple[int, ...]]:
     return [tuple(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
@@ -278,7 +285,7 @@ def along(mesh: Mapping[Any, int], axes: tuple) -> list[tuple[int, ...]]:
     all_axes = list(mesh)
     inner = [all_axes.index(a) for a in axes]
     outer = [i for i in range(len(all_axes)) if i not in inner]
-    return cut(in_order(list(mesh.values()), outer + inner), math.prod(mesh[a] for a in axes))
+    return consecutive(in_order(list(mesh.values()), outer + inner), math.prod(mesh[a] for a in axes))
 
 
 def integers(text: str) -> list[int]:
@@ -296,7 +303,7 @@ def groups(i: Instruction, devices: int) -> list[tuple[int, ...]]:
         return [tuple(numbers[d] for d in group) for group in found] if numbers else found
     listed = re.search(r"replica_groups=(\[[\d,]+\]<=\S+?)(?:,\s|$)", i.attributes)
     if listed:
-        return cut(iota(listed[1]), integers(listed[1].partition("<=")[0])[1])
+        return consecutive(iota(listed[1]), integers(listed[1].partition("<=")[0])[1])
     plain = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", i.attributes)
     if plain:
         return [tuple(integers(g)) for g in re.findall(r"\{([^{}]*)\}", plain[1])]
@@ -369,7 +376,7 @@ def collectives(module: Module, run: Runs, mesh: Mapping[str, int]) -> list[Coll
             continue
         for i in instructions:
             kind = i.op.removesuffix("-start")
-            if kind not in KINDS:
+            if kind not in COLLECTIVE_KINDS:
                 continue
             among = groups(i, math.prod(mesh.values()))
             pairs = kind == "collective-permute"
@@ -419,14 +426,14 @@ def transfers(module: Module, run: Runs) -> list[Transfer]:
 PALLAS = ("tpu_custom_call", "mosaic_gpu", "__gpu$xla.gpu.triton")  # targets of custom calls
 
 
-class Kernel(NamedTuple):
+class KernelCall(NamedTuple):
     name: str  # of the Pallas call
     count: int  # in one run of the module
     operands: tuple[str, ...]  # their shapes
     instruction: Instruction
 
 
-def kernels(module: Module, run: Runs) -> list[Kernel]:
+def kernels(module: Module, run: Runs) -> list[KernelCall]:
     """Calls of Pallas kernels, of which the compiler estimates nothing."""
     found = []
     for name, count in run.counts.items():
@@ -434,7 +441,9 @@ def kernels(module: Module, run: Runs) -> list[Kernel]:
             if i.op == "custom-call" and i.attribute(r'custom_call_target="([^"]*)"') in PALLAS:
                 shapes = i.attribute(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}") or ""
                 path = re.sub(r"/pallas_call$", "", i.op_name).rpartition("/")[2]
-                found.append(Kernel(path or re.sub(r"\.\d+$", "", i.name), count, tuple(elements(f"({shapes})")), i))
+                found.append(
+                    KernelCall(path or re.sub(r"\.\d+$", "", i.name), count, tuple(elements(f"({shapes})")), i)
+                )
     return found
 
 
@@ -453,7 +462,7 @@ class Array(NamedTuple):
     count: int  # of instructions that give such an array, not all at the same time
 
 
-def arrays(module: Module, run: Runs) -> list[Array]:
+def formed_arrays(module: Module, run: Runs) -> list[Array]:
     """What the program forms in the device's main memory, by shape, the largest first."""
     origins: dict[str, list[str]] = {}
     for name in run.counts:

@@ -10,9 +10,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitf import params as P_
-from minitf.params import Param
-from minitf.sharding import partition, replicated, shardings
+from minitf.params import Param, abstract_params, init_params, is_param
+from minitf.sharding.mesh import replicated
+from minitf.sharding.rules import partition, shardings
 
 
 @jax.tree_util.register_dataclass
@@ -29,13 +29,13 @@ def first_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
 
 
 def init_state(key: jax.Array, specs: Any, tx: optax.GradientTransformation) -> TrainState:
-    return first_state(P_.init(specs, key), tx)
+    return first_state(init_params(specs, key), tx)
 
 
 def abstract_state(specs: Any, tx: optax.GradientTransformation) -> TrainState:
     """Shapes and dtypes of the state, without forming it."""
     # Not through init_state: the shapes are declared, and tracing the random numbers takes longer than all else here.
-    return jax.eval_shape(functools.partial(first_state, tx=tx), P_.abstract(specs))
+    return jax.eval_shape(functools.partial(first_state, tx=tx), abstract_params(specs))
 
 
 def like_param(p: Param, shape: tuple[int, ...]) -> P:
@@ -54,7 +54,7 @@ def like_param(p: Param, shape: tuple[int, ...]) -> P:
 
 def state_shardings(specs: Any, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """A NamedSharding for each array of the state. An optimizer's array belongs to the parameter whose path ends its own."""
-    by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=P_.is_param))
+    by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_param))
 
     def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         for i in range(len(path)):

@@ -21,13 +21,14 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from minitf import params as P
-from minitf.checksum import checksums
-from minitf.distributed import Vote, at_most, first_failing, is_first
+from minitf.params import named
+from minitf.runtime.digests import checksums
+from minitf.runtime.processes import Vote, first_failing, is_first
+from minitf.runtime.watch import at_most
 from minitf.settings import setting
 
-FORMAT = 1  # of `about`
-CLOSING = 5.0  # seconds that Orbax may take to end when all is written
+ABOUT_FORMAT = 1  # of `about`
+SAVER_CLOSING = 5.0  # seconds that Orbax may take to end when all is written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +78,14 @@ class Restored(NamedTuple):
 # ---- what a checkpoint says of its arrays
 
 
-def arrays(tree: Any) -> dict[str, dict[str, Any]]:
+def array_facts(tree: Any) -> dict[str, dict[str, Any]]:
     """Shape and dtype of every array, by name."""
-    return {name: {"shape": list(a.shape), "dtype": str(a.dtype)} for name, a in P.named(tree)}
+    return {name: {"shape": list(a.shape), "dtype": str(a.dtype)} for name, a in named(tree)}
 
 
 def check_fit(where: str, saved: dict[str, dict[str, Any]], target: Any) -> None:
     """Raises ValueError with every array that is missing from the checkpoint, too many in it, of another shape or dtype."""
-    wanted = arrays(target)
+    wanted = array_facts(target)
     parts = {name.split("/")[0] for name in wanted}  # a target may be a part of the state
     saved = {name: a for name, a in saved.items() if name.split("/")[0] in parts}
     lines = [f"  missing from the checkpoint: {name} {wanted[name]['shape']}" for name in wanted if name not in saved]
@@ -180,7 +181,7 @@ class Checkpoints:
                 raise  # else the error under way is the one to tell
         finally:
             # Nothing is written any more. Where the directory has become unusable, Orbax may wait long for nothing.
-            at_most(CLOSING, self._manager.close)  # what it raises was told by wait()
+            at_most(SAVER_CLOSING, self._manager.close)  # what it raises was told by wait()
             sys.unraisablehook = self._hook
 
     def steps(self) -> list[int]:
@@ -197,7 +198,7 @@ class Checkpoints:
         an evaluation at this step, for keep_best. Raises SaveError where this save, or the one before it, failed."""
         self.wait()
         self._saving = step
-        about = {"format": FORMAT, "step": step, **about, "arrays": arrays(tree)}
+        about = {"format": ABOUT_FORMAT, "step": step, **about, "arrays": array_facts(tree)}
         for name, value in checksums(tree).items():
             about["arrays"][name]["checksum"] = value
         try:

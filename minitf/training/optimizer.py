@@ -13,7 +13,7 @@ from minitf.params import Param, tree_map
 from minitf.settings import setting
 
 MOMENT_DTYPES = {"float32": "4 bytes a parameter", "bfloat16": "2 bytes a parameter"}
-NONFINITE = {"stop": "the run ends, status 4", "skip": "the update is left out"}  # it is never applied
+AFTER_NONFINITE = {"stop": "the run ends, status 4", "skip": "the update is left out"}  # it is never applied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,10 @@ class OptimizerConfig:
     )
     moment_dtype: str = setting("float32", "dtype of the first moment", one_of=lambda: MOMENT_DTYPES)
     nonfinite: str = setting(
-        "stop", "what follows a loss, gradient or update that is not finite", one_of=lambda: NONFINITE, may_change=True
+        "stop",
+        "what follows a loss, gradient or update that is not finite",
+        one_of=lambda: AFTER_NONFINITE,
+        may_change=True,
     )
 
 
@@ -53,12 +56,12 @@ def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.constant_schedule(cfg.learning_rate)
 
 
-def linear(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+def linear_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
     """Share i / steps of the way from the peak to the end: update 0 has the peak, an update `steps` would have the end."""
     return optax.linear_schedule(cfg.learning_rate, cfg.end_learning_rate, steps)
 
 
-def cosine(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+def cosine_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
     """Half a cosine over the same way as `linear` (arXiv:1608.03983)."""
     return optax.cosine_decay_schedule(cfg.learning_rate, steps, alpha=cfg.end_learning_rate / cfg.learning_rate)
 
@@ -69,7 +72,7 @@ def warmup_stable_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
     total = steps + cfg.warmup_steps
     decay = min(max(1, total // 5 if cfg.decay_steps is None else cfg.decay_steps), steps)
     last = steps - decay - 1  # that has the peak
-    line = linear(cfg, decay + 1)
+    line = linear_decay(cfg, decay + 1)
     return lambda count: line(jnp.maximum(count - last, 0))
 
 
@@ -81,8 +84,8 @@ class Schedule(NamedTuple):
 
 SCHEDULES = {
     "constant": Schedule("the peak", constant),
-    "linear": Schedule("a line to end_learning_rate", linear, reads=("end_learning_rate",)),
-    "cosine": Schedule("half a cosine to end_learning_rate", cosine, reads=("end_learning_rate",)),
+    "linear": Schedule("a line to end_learning_rate", linear_decay, reads=("end_learning_rate",)),
+    "cosine": Schedule("half a cosine to end_learning_rate", cosine_decay, reads=("end_learning_rate",)),
     "warmup_stable_decay": Schedule(
         "the peak, then a line over decay_steps", warmup_stable_decay, reads=("end_learning_rate", "decay_steps")
     ),

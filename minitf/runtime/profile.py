@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from minitf.distributed import is_first
+from minitf.runtime.processes import is_first
 
 
 class Profile:

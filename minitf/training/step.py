@@ -1,22 +1,21 @@
 """One step: gradients, update and metrics; and the step of evaluation. Pure functions of state and batch."""
 
 import functools
-import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from minitf import params as P
-from minitf.checksum import checksum
 from minitf.model.loss import LossConfig, loss_sums, mean
 from minitf.model.transformer import ModelConfig, hidden, model_params
-from minitf.sharding import COLLECTIVES, MeshConfig
-from minitf.state import TrainState
+from minitf.params import group_of, named
+from minitf.sharding.manual import over_devices
+from minitf.sharding.mesh import MeshConfig
+from minitf.training.checksum import checksum
+from minitf.training.state import TrainState
 
 Batch = dict[str, jax.Array]
 
@@ -82,7 +81,7 @@ def gradients(params: Any, batch: Batch, step: jax.Array, cfg: StepConfig) -> tu
         return accumulated(part, batch, cfg.accumulation)
 
     rows = jnp.arange(batch["inputs"].shape[0])
-    over_all = COLLECTIVES[cfg.mesh.collectives].apply(total, model_params(cfg.model), cfg.model.dtype)
+    over_all = over_devices(cfg.mesh.collectives, total, model_params(cfg.model), cfg.model.dtype)
     weight = jnp.sum(batch["weights"])
     return jax.tree.map(lambda s: mean(s, weight), over_all(params, {**batch, "rows": rows}, step))
 
@@ -90,8 +89,8 @@ def gradients(params: Any, batch: Batch, step: jax.Array, cfg: StepConfig) -> tu
 def group_norms(kind: str, tree: Any) -> dict[str, jax.Array]:
     """Norms by group of parameters, tagged `norm/KIND/GROUP`."""
     squares: dict[str, Any] = {}
-    for name, leaf in P.named(tree):
-        group = P.group_of(name)
+    for name, leaf in named(tree):
+        group = group_of(name)
         squares[group] = squares.get(group, 0.0) + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
     return {f"norm/{kind}/{group}": jnp.sqrt(s) for group, s in squares.items()}
 
@@ -148,42 +147,3 @@ def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg:
     if byte_lengths is not None:
         sums["bytes"] = jnp.sum(byte_lengths[batch["targets"]] * batch["weights"], axis=-1)
     return sums
-
-
-def totals(
-    step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, batches: Iterator[Batch]
-) -> dict[str, np.ndarray]:
-    """What `eval_step` gives for each row of all batches that holds tokens, float64 on the host."""
-    found = [jax.device_get(step_fn(params, batch)) for batch in batches]
-    rows = {name: np.concatenate([f[name] for f in found]).astype(np.float64) for name in found[0]}
-    return {name: values[rows["tokens"] > 0] for name, values in rows.items()}
-
-
-def scores(rows: dict[str, np.ndarray], text_bytes: int | None = None) -> dict[str, float]:
-    """Of the rows that `totals` gives: loss (nats a token), each token counted once; its standard error, rows being drawn at
-    random; perplexity; bits per byte, of `text_bytes` where they are known apart from the tokens."""
-    nats, tokens, n = rows["nats"], rows["tokens"], len(rows["tokens"])
-    loss = nats.sum() / max(tokens.sum(), 1)
-    values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-    if n > 1:
-        # Of a ratio of two sums (Cochran, Sampling Techniques, 1977, 2.11): rows may hold different numbers of tokens.
-        values["standard_error"] = math.sqrt(n / (n - 1) * np.sum((nats - loss * tokens) ** 2)) / tokens.sum()
-    text_bytes = rows["bytes"].sum() if text_bytes is None and "bytes" in rows else text_bytes
-    if text_bytes:
-        values["bits_per_byte"] = nats.sum() / math.log(2) / text_bytes
-    return {name: float(value) for name, value in values.items()}
-
-
-def evaluate(
-    step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, datasets: dict[str, Iterator[Batch]]
-) -> dict[str, float]:
-    """`scores` over the batches of all datasets together, as eval/NAME, and how many tokens they stand on; of several, each one's
-    as eval/DATASET/NAME, too."""
-    each = {name: totals(step_fn, params, batches) for name, batches in datasets.items()}
-    every = {key: np.concatenate([rows[key] for rows in each.values()]) for key in next(iter(each.values()))}
-    parts = {"": every} | ({f"{name}/": rows for name, rows in each.items()} if len(each) > 1 else {})
-    values: dict[str, float] = {}
-    for prefix, rows in parts.items():
-        found = scores(rows) | {"tokens": int(rows["tokens"].sum())}
-        values |= {f"eval/{prefix}{key}": value for key, value in found.items()}
-    return values

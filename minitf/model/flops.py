@@ -1,0 +1,24 @@
+"""Model FLOPs."""
+
+from typing import Any
+
+from minitf.model.attention import ATTENTION, sizes
+from minitf.model.transformer import ModelConfig, layers_at, pattern
+from minitf.params import named
+
+
+def flops_per_token(cfg: ModelConfig, specs: Any, seq_len: int, *, causal: bool = False) -> float:
+    """FLOPs of forward and backward for one token: 6 x (matrix and head elements; a tied head once) + 12 x H x K x S for
+    each layer's attention over the full square of S keys, as the field counts (PaLM, arXiv:2204.02311, appendix B); a window
+    takes min(S, window). `causal`: only the keys that are seen."""
+    weights = sum(p.active for _, p in named(specs))
+    if cfg.tie_embeddings:
+        weights += specs["embedding"].size
+    H, _, K = sizes(cfg.attention, cfg.dim)
+
+    def keys(kind: str) -> float:
+        w = min(seq_len, ATTENTION[kind].window(cfg.attention) or seq_len)
+        return w - w * (w - 1) / (2 * seq_len) if causal else w
+
+    squares = sum(12 * H * K * keys(kind) * layers_at(cfg, i) for i, kind in enumerate(pattern(cfg)))
+    return 6 * weights + squares

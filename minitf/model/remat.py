@@ -1,0 +1,53 @@
+"""Rematerialisation: which activations of a block are kept for the backward pass."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+# ---- rematerialisation: which activations of a block are kept for the backward pass
+
+policies = jax.checkpoint_policies
+kept = policies.save_only_these_names
+
+
+class Remat(NamedTuple):
+    meaning: str
+    policy: Callable | None = (
+        None  # which values of a block are saved, by their `checkpoint_name`; None: as JAX does by itself
+    )
+
+
+REMAT = {  # a block's input is saved by all
+    "none": Remat("nothing"),
+    # What lies between products is cheaper to compute twice than to write and read.
+    "products": Remat(
+        "all but the products with weights and attention's result",
+        kept("q", "k", "v", "context", "o", "attention_out", "gate", "up", "down", "dropout"),
+    ),
+    "full": Remat("all", policies.nothing_saveable),
+    "dots": Remat("all but the products with weights", policies.dots_with_no_batch_dims_saveable),
+    "context": Remat("all but attention's result", kept("context")),
+    "qkv_context": Remat("all but attention's operands and result", kept("q", "k", "v", "context")),
+    "minimal": Remat(
+        "all but attention's operands and result and the MLP's first products",
+        kept("q", "k", "v", "context", "gate", "up"),
+    ),
+    "offload": Remat(
+        "as qkv_context, but what is saved, a block's input too, lies in host memory",
+        policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["layer_in", "q", "k", "v", "context"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ),
+}
+
+
+def rematerialised(f: Callable, remat: str) -> Callable:
+    """f, whose backward pass recomputes what the policy does not save."""
+    if (policy := REMAT[remat].policy) is None:
+        return f
+    # Inside a scan nothing can be merged across iterations, so the guard against that only costs.
+    return jax.checkpoint(f, policy=policy, prevent_cse=False)

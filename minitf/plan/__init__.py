@@ -1,0 +1,1 @@
+"""What a run would need and do on devices that are not here."""

@@ -1,0 +1,288 @@
+"""What the program of a step needs and does; and a search over settings."""
+
+import dataclasses
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from minitf import job as job_lib
+from minitf.model.attention import sizes
+from minitf.model.flops import flops_per_token
+from minitf.model.remat import REMAT
+from minitf.params import count_params
+from minitf.plan import hlo
+from minitf.plan.program import OutOfMemory, abstract_batch, compile_step
+from minitf.runtime.devices import DEVICES, Device
+from minitf.runtime.writer import human
+from minitf.sharding.devices import host_count, platform_of
+from minitf.sharding.mesh import batch_shards, mesh_settings
+from minitf.training.step import Batch
+
+DOES_NOT_FIT = 1  # exit status; 2: a mistake in settings, as everywhere
+KERNEL_EFFICIENCY = 0.5  # share of peak FLOP/s that an attention kernel is taken to reach
+
+
+# ---- what the program needs and does
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes on one device."""
+    return sum(
+        math.prod(a.sharding.shard_shape(a.shape)) * jax.numpy.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree)
+    )
+
+
+def memory(compiled: jax.stages.Compiled, state: Any, batch: Batch) -> dict[str, int]:
+    """Bytes on one device by kind. What is in `total` exists during a step."""
+    m = compiled.memory_analysis()
+    kinds = {
+        "parameters": local_bytes(state.params),
+        "optimizer state": local_bytes(state.opt_state),
+        "batch": local_bytes(batch),
+    }
+    kinds["padding of these"] = m.argument_size_in_bytes - sum(kinds.values())
+    kinds["outputs"] = m.output_size_in_bytes - m.alias_size_in_bytes
+    kinds["temporary"] = m.temp_size_in_bytes
+    return kinds | {
+        "total": sum(kinds.values()),
+        "peak": m.peak_memory_in_bytes,
+        "code": m.generated_code_size_in_bytes,
+        "host": m.host_temp_size_in_bytes,
+    }
+
+
+# Products of the size queries x keys x head that a call of a kernel does; a backward pass forms scores and their gradient anew.
+PRODUCTS = {"splash_mha_fwd": 2, "splash_mqa_fwd": 2, "splash_mha_dkv": 5, "splash_mqa_dkv": 5}
+PRODUCTS |= {"splash_mha_dq": 3, "splash_mqa_dq": 3}
+APART = {"splash_mha_dkv": 4, "splash_mqa_dkv": 4}  # where a kernel of its own gives the gradient of the queries
+
+
+def kernel_flops(found: list[hlo.KernelCall], seen: float) -> list[dict[str, Any]]:
+    """The kernels with their FLOPs a step on one device; None for those that are not known here. `seen`: the mean share of the
+    square of queries and keys that a mask leaves."""
+    apart = any("_dq" in k.name for k in found)
+    rows = []
+    for k in found:
+        name = next((n for n in PRODUCTS if k.name.startswith(n)), None)
+        flops = None
+        if name is not None:
+            products = APART.get(name, PRODUCTS[name]) if apart else PRODUCTS[name]
+            floats = [shape for shape in k.operands if re.match(r"b?f\d+\[", shape)]
+            dims = [[int(n) for n in re.search(r"\[([\d,]*)\]", shape)[1].split(",")] for shape in floats[:2]]
+            queries, keys = dims[0], dims[1][-2]  # [..., heads, S, K], [..., T, K]
+            flops = k.count * products * 2 * math.prod(queries) * keys * seen
+        rows.append({"name": k.name, "count": k.count, "flops": flops})
+    return rows
+
+
+def in_a_slice(mesh: jax.sharding.Mesh) -> dict[str, int]:
+    """The sizes of the mesh's axes within one slice, whose program numbers its own devices alone."""
+    number = np.vectorize(lambda d: getattr(d, "slice_index", None) or 0)(mesh.devices)
+    across = [len(set(np.moveaxis(number, i, 0).reshape(n, -1)[:, 0])) for i, n in enumerate(number.shape)]
+    return {axis: n // k for (axis, n), k in zip(mesh.shape.items(), across, strict=True)}
+
+
+def by_kind(module: hlo.Module, run: hlo.Runs, job: job_lib.Job) -> list[dict[str, Any]]:
+    """Collectives of the same kind, axes and place, their calls and bytes a step on one device added up."""
+    slices = host_count(list(job.mesh.devices.flat))
+    rows: dict[tuple, dict[str, Any]] = {}
+
+    def add(
+        kind: str, axes: tuple[str, ...] | None, group: int, across: bool, count: int, wire: float, exposed: float
+    ) -> None:
+        row = rows.setdefault(
+            (kind, axes, group, across),
+            {
+                "kind": kind,
+                "axes": None if axes is None else list(axes),  # None: along no axes of the mesh
+                "group": group,
+                "across_slices": across,
+                "count": 0,
+                "wire_bytes": 0.0,
+                "exposed_bytes": 0.0,
+            },
+        )
+        row["count"] += count
+        row["wire_bytes"] += count * wire
+        row["exposed_bytes"] += count * exposed
+
+    for c in hlo.collectives(module, run, in_a_slice(job.mesh)):
+        add(c.kind, c.axes, len(c.group), False, c.count, c.wire, c.wire * c.synchronous)
+    for t in hlo.transfers(module, run):
+        # What is gathered is given in parts, of the others the whole.
+        result = t.nbytes * slices if t.kind == "all-gather" else t.nbytes
+        wire = hlo.WIRE.get(t.kind, hlo.WIRE["collective-permute"])(
+            result / slices if t.kind == "reduce-scatter" else result, slices
+        )
+        add(t.kind, None, slices, True, t.count, wire, 0.0)
+    return sorted(rows.values(), key=lambda r: -r["wire_bytes"])
+
+
+def plan(job: job_lib.Job, name: str) -> dict[str, Any]:
+    """What the job needs and does on the topology whose devices it is on; only that it does not fit where it does not."""
+    cfg, mesh = job.cfg, job.mesh
+    devices = list(mesh.devices.flat)
+    device = DEVICES[devices[0].device_kind]
+    tokens = cfg.batch_size * cfg.seq_len
+    found: dict[str, Any] = {
+        "topology": name,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "slices": host_count(devices),
+        "mesh": {a: n for a, n in mesh.shape.items() if n > 1 or a in mesh_settings()},
+        "attention": job_lib.implementation(cfg, mesh),
+        "remat": cfg.model.remat,
+        "batch_size": cfg.batch_size,
+        "accumulation": cfg.accumulation,
+        "seq_len": cfg.seq_len,
+        "parameters": count_params(job.specs)["total"],
+        "tokens_per_step": tokens,
+        "flops_per_token": flops_per_token(cfg.model, job.specs, cfg.seq_len),
+        "flops_per_token_causal": flops_per_token(cfg.model, job.specs, cfg.seq_len, causal=True),
+    }
+    began = time.perf_counter()
+    try:
+        compiled, functions = compile_step(job)
+    except OutOfMemory as e:
+        return found | {
+            "fits": False,
+            "needs_bytes": e.needs,
+            "has_bytes": e.has,
+            "compile_s": time.perf_counter() - began,
+        }
+    found["compile_s"] = time.perf_counter() - began
+    needs = memory(compiled, functions.state, abstract_batch(job))
+    if platform_of(mesh) == "gpu" and needs["total"] > device.hbm:  # its compiler does not look
+        return found | {"fits": False, "needs_bytes": needs["total"], "has_bytes": device.hbm}
+    module = hlo.parse(compiled.as_text())
+    run = hlo.runs(module)
+    return found | {
+        "fits": True,
+        "has_bytes": device.hbm,
+        "memory": needs,
+        "largest": [a._asdict() for a in hlo.formed_arrays(module, run)[:5]],
+        **work(module, run, job, found),
+    }
+
+
+def work(module: hlo.Module, run: hlo.Runs, job: job_lib.Job, known: dict[str, Any]) -> dict[str, Any]:
+    """What a step computes and sends, and how long that may take; with what is assumed."""
+    cfg, devices = job.cfg, list(job.mesh.devices.flat)
+    device = DEVICES[devices[0].device_kind]
+    collectives = by_kind(module, run, job)
+    dense = flops_per_token(cfg.model, job.specs, 0)  # products with weights
+    H, _, K = sizes(cfg.model.attention, cfg.model.dim)
+    seen = (known["flops_per_token_causal"] - dense) / (12 * H * K * cfg.model.num_layers * cfg.seq_len)
+    kernels = kernel_flops(hlo.kernels(module, run), seen)
+    costs = hlo.costs(module, run)
+    cycles = sum(c.cycles for c in costs)
+    exposed = sum(c["exposed_bytes"] for c in collectives)
+    ideal = known["flops_per_token"] * known["tokens_per_step"] / len(devices) / device.flops
+    result = {
+        "cycles": cycles,
+        "costs": [
+            {"cycles": c.cycles, "count": c.count, "name": c.instruction.name, "op_name": c.instruction.op_name}
+            for c in costs[:10]
+        ],
+        "kernels": kernels,
+        "collectives": collectives,
+        "wire_bytes": sum(c["wire_bytes"] for c in collectives),
+        "exposed_bytes": exposed,
+    }
+    if device.clock is not None:
+        compute = cycles / device.clock
+        attention = sum(k["flops"] or 0 for k in kernels) / (KERNEL_EFFICIENCY * device.flops)
+        sending = exposed / device.ici
+        step = compute + attention + sending
+        result["time"] = {
+            "compute_s": compute,
+            "kernels_s": attention,
+            "exposed_s": sending,
+            "step_s": step,
+            "ideal_s": ideal,
+            "tokens_per_s": known["tokens_per_step"] / step,
+            "mfu": ideal / step,
+            "mfu_causal": ideal / step * known["flops_per_token_causal"] / known["flops_per_token"],
+        }
+    return result | {"assumptions": assumptions(job, device, result, run.unknown)}
+
+
+def assumptions(job: job_lib.Job, device: Device, found: dict[str, Any], unknown: tuple[str, ...]) -> list[str]:
+    """What the figures take for granted."""
+    if device.clock is None:
+        return [
+            "no time: the compiler estimates none for this device",
+            "memory: of the data sheet's size the driver takes some, and JAX all but XLA_PYTHON_CLIENT_MEM_FRACTION (0.75)",
+        ]
+    told = [
+        "modelled, not measured on hardware",
+        f"compute: the compiler's estimated cycles, each times the turns of its loops, at {device.clock / 1e9:g} GHz; differences "
+        "below 4 % are noise",
+        f"exposed: bytes of collectives beside which nothing is computed, over all links of a chip at once "
+        f"({device.ici / 1e9:g} GB/s); a ring along one axis of the torus may use only some of them. Other collectives take no time",
+        f"MFU: {human(device.flops)}FLOP/s of bfloat16 a device, FLOPs of the full attention square; causal: of seen keys",
+    ]
+    if found["kernels"]:
+        told.append(f"kernels: FLOPs of the seen part of the attention square at {KERNEL_EFFICIENCY:.0%} of the peak")
+    if others := sorted({k["name"] for k in found["kernels"] if k["flops"] is None}):
+        told.append(f"kernels that are not known here take no time: {', '.join(others)}")
+    if any(c["across_slices"] for c in found["collectives"]):
+        told.append("collectives across slices take no time: their network is not known here")
+    if job.cfg.model.remat == "offload":
+        told.append("copies to and from the host's memory take no time")
+    if unknown:
+        told.append(f"loops whose turns depend on data count once: {', '.join(unknown)}")
+    if job.cfg.epochs is not None:
+        told.append(f"epochs={job.cfg.epochs:g}: the number of steps follows from data, and changes nothing here")
+    return told
+
+
+# ---- other settings that fit
+
+
+def with_settings(job: job_lib.Job, devices: list, remat: str, batch_size: int, accumulation: int) -> job_lib.Job:
+    model = dataclasses.replace(job.cfg.model, remat=remat)
+    cfg = dataclasses.replace(job.cfg, model=model, batch_size=batch_size, accumulation=accumulation)
+    return job_lib.design(cfg, job.steps, model.vocab_size, devices)
+
+
+def search(job: job_lib.Job, name: str) -> Iterator[dict[str, Any]]:
+    """The plans of other settings: for each remat policy the batch in ever more parts until it fits; where it does in one part,
+    ever larger batches until one does not, at most four times the config's."""
+    cfg, devices = job.cfg, list(job.mesh.devices.flat)
+    rows = cfg.batch_size // batch_shards(job.mesh)
+    parts = [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
+
+    def tried(remat: str, batch_size: int, accumulation: int) -> dict[str, Any]:
+        setting = f"model.remat={remat} batch_size={batch_size} accumulation={accumulation}"
+        tell(f"{name}: {setting}")
+        try:
+            return plan(with_settings(job, devices, remat, batch_size, accumulation), name)
+        except ValueError as e:
+            known = {"topology": name, "remat": remat, "batch_size": batch_size, "accumulation": accumulation}
+            return known | {"fits": False, "why": str(e)}
+
+    for remat in REMAT:
+        for accumulation in parts:
+            yield (found := tried(remat, cfg.batch_size, accumulation))
+            if found["fits"] or "why" in found:
+                break
+        if found["fits"] and accumulation == 1:
+            for factor in (2, 4):
+                yield (found := tried(remat, cfg.batch_size * factor, 1))
+                if not found["fits"]:
+                    break
+
+
+# ---- what is printed
+
+
+def tell(text: str) -> None:
+    """Progress, which is not the result."""
+    print(text, file=sys.stderr, flush=True)

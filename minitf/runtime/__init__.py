@@ -1,0 +1,1 @@
+"""Services of a process: other processes, files, the terminal, devices."""

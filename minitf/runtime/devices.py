@@ -1,0 +1,114 @@
+"""Peak rates and memory of devices."""
+
+import contextlib
+import functools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from minitf.sharding.mesh import precision
+
+
+class Device(NamedTuple):
+    """What one JAX device of a kind has. None: not known."""
+
+    flops: float  # dense bfloat16 FLOP/s
+    hbm: float | None = None  # bytes of memory that a program can have
+    clock: float | None = None  # cycles a second
+    ici: float | None = None  # bytes a second that it sends over all its links to other chips together
+
+
+GiB = 2**30
+# By `device_kind`. Sources:
+# - FLOP/s (float16 is as fast), TPU: cloud.google.com/tpu/docs (system architecture, per chip; v2, v3 and 7x list two devices a
+#   chip); NVIDIA: data sheets of A100, H100, H200, HGX B200 and GB200 NVL72 (half of what they say with sparsity).
+# - memory, TPU: what the compiler of libtpu 0.0.52 names when a program is too large; NVIDIA: the same data sheets, of which the
+#   driver and JAX's own reserve take some.
+# - clock: FLOP/s by the FLOPs of a cycle, which are 2 x the multipliers of the matrix units: 8 x 128^2 (v4, v5p), 4 x 128^2 (v5e),
+#   4 x 256^2 (v6e; 7x: a guess, of which large products reach 85 % by the compiler's estimates).
+# - links: one way, jax-ml.github.io/scaling-book, "How to think about TPUs": 45e9 a link (v4, v5e), 90e9 (v5p, v6e), 4 links on a
+#   2-D torus, 6 on a 3-D one; 7x: half of its chip's, from cloud.google.com/tpu/docs/tpu7x.
+V5E = Device(197e12, 15.75 * GiB, 1.5e9, 180e9)
+V5P = Device(459e12, 95.73 * GiB, 1.75e9, 540e9)
+V6E = Device(918e12, 31.24 * GiB, 1.75e9, 360e9)
+DEVICES = {
+    "TPU v2": Device(22.5e12),
+    "TPU v3": Device(61.5e12),
+    "TPU v4": Device(275e12, 30.75 * GiB, 1.05e9, 270e9),
+    "TPU v5 lite": V5E,
+    "TPU v5e": V5E,
+    "TPU v5": V5P,
+    "TPU v5p": V5P,
+    "TPU v6 lite": V6E,
+    "TPU v6e": V6E,
+    "TPU7x": Device(1153.5e12, 94.74 * GiB, 2.2e9, 300e9),
+    "NVIDIA A100-SXM4-40GB": Device(312e12, 40e9),
+    "NVIDIA A100-SXM4-80GB": Device(312e12, 80e9),
+    "NVIDIA A100-PCIE-40GB": Device(312e12, 40e9),
+    "NVIDIA A100 80GB PCIe": Device(312e12, 80e9),
+    "NVIDIA H100 80GB HBM3": Device(989e12, 80e9),
+    "NVIDIA H100 PCIe": Device(756e12, 80e9),
+    "NVIDIA H100 NVL": Device(835e12, 94e9),
+    "NVIDIA H200": Device(989e12, 141e9),
+    "NVIDIA B200": Device(2250e12, 180e9),
+    "NVIDIA GB200": Device(2500e12, 186e9),
+}
+PEAK_FLOPS = {kind: device.flops for kind, device in DEVICES.items()}
+
+
+def measured_flops(dtype: str = "float32", repeats: int = 5) -> float:
+    """FLOP/s of the best of some products of square matrices on the default device, large enough to keep it busy, in as many bits
+    as those of the step."""
+    n = 1024 if jax.default_backend() == "cpu" else 8192
+    x = jnp.ones((n, n), dtype)
+    f = jax.jit(functools.partial(jnp.matmul, precision=precision(dtype))).lower(x, x).compile()
+    f(x, x).block_until_ready()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        f(x, x).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / min(times)
+
+
+def listed_flops(devices: list, dtype: str) -> float | None:
+    """FLOP/s of all devices together by the table; None where it does not say. Products in float32 are full ones (`precision`): 6 to
+    30 times slower than the table says, which would hide how busy a device is."""
+    flops = PEAK_FLOPS.get(devices[0].device_kind)
+    return None if flops is None or dtype == "float32" else flops * len(devices)
+
+
+def peak_flops(devices: list, dtype: str) -> float:
+    """FLOP/s of all devices together: from the table, else measured, by every process at the same time. Outside a mesh, which
+    would do each product on all devices."""
+    listed = listed_flops(devices, dtype)
+    if listed is not None:
+        return listed
+    # CPU devices share a machine, and so may processes, which measure at the same time.
+    return measured_flops(dtype) * (jax.process_count() if devices[0].platform == "cpu" else len(devices))
+
+
+def measured_apart(devices: list, dtype: str) -> float:
+    """`peak_flops` while a program is under way, in a thread of its own, to which the mesh around does not reach."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(peak_flops, devices, dtype).result()
+
+
+def free_memory(device: Any) -> float | None:
+    """Bytes that a program can still have on a device: of a CPU, what the machine and its limits leave; None: not known."""
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:  # not Linux
+        return None
+    free = 1024.0 * sum(int(lines[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
+    with contextlib.suppress(OSError, ValueError):  # of a container; "max" is no limit
+        here = Path("/sys/fs/cgroup")
+        free = min(free, int((here / "memory.max").read_text()) - int((here / "memory.current").read_text()))
+    return free

@@ -1,0 +1,172 @@
+"""One run at a time in a work directory."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from minitf.paths import is_local
+from minitf.runtime.watch import start_ticks
+
+LOCK = "lock.json"
+
+
+# ---- one run at a time
+
+RENEWED = 10.0  # seconds between two signs of life in the lock
+STALE = 60.0  # seconds without one after which a run on another machine counts as dead
+JOB_IDS = ("MINITF_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # a scheduler's requeue keeps its job's id
+
+
+def ourselves() -> dict[str, Any]:
+    """What tells this process from all others."""
+
+    def read(f: Callable[[str], str], path: str) -> str | None:
+        try:
+            return f(path).strip()
+        except OSError:  # not Linux
+            return None
+
+    return {
+        "host": socket.gethostname(),
+        "boot_id": read(lambda p: Path(p).read_text(), "/proc/sys/kernel/random/boot_id"),
+        "processes": read(os.readlink, "/proc/self/ns/pid"),  # process ids mean something within one container only
+        "pid": os.getpid(),
+        "started": start_ticks(os.getpid()),
+        "job_id": next((os.environ[n] for n in JOB_IDS if os.environ.get(n)), None),
+    }
+
+
+def is_dead(lock: dict[str, Any], us: dict[str, Any], silence: float) -> str | None:
+    """Why the run that holds the lock counts as dead; None: it does not. `silence`: seconds since its last sign of life."""
+    if lock["host"] == us["host"] and lock["processes"] == us["processes"]:
+        if lock["boot_id"] != us["boot_id"]:
+            return "this machine was started anew since"
+        # A later process may have its number.
+        alive = lock["pid"] != us["pid"] and start_ticks(lock["pid"]) == lock["started"]
+        return None if alive else f"its process {lock['pid']} is gone"
+    if lock["job_id"] is not None and lock["job_id"] == us["job_id"]:
+        return f"it belongs to this job, {us['job_id']}"
+    return f"no sign of life for {silence:.0f} s" if silence >= STALE else None
+
+
+class Lock:
+    """The sign in a work directory that a run writes there, renewed every RENEWED seconds."""
+
+    def __init__(self, path: epath.Path):
+        self._path, self._us = path, ourselves()
+        self.end = threading.Event()
+        self.lost: str | None = None  # who took it over
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Reading and writing the lock as one act, where the file system knows how."""
+        if not is_local(self._path):
+            yield
+            return
+        import fcntl
+
+        while True:
+            with open(self._path, "a") as f:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(f, fcntl.LOCK_EX)
+                # The one who had it before us may have taken the file away.
+                if self._path.exists() and os.path.samestat(os.fstat(f.fileno()), os.stat(self._path)):
+                    yield
+                    return
+
+    def _read(self) -> dict[str, Any] | None:
+        text = self._path.read_text() if self._path.exists() else ""
+        try:
+            return json.loads(text)
+        except ValueError:  # none, or torn
+            return None
+
+    def _write(self) -> None:
+        text = json.dumps(self._us | {"time": time.time()})
+        if not is_local(self._path):
+            self._path.write_text(text)
+            return
+        # In place and of one size: it needs no room, so that a full disk does not make a living run look dead.
+        with open(self._path, "r+b") as f:
+            f.write(text.encode().ljust(600))
+
+    def try_once(self, seen: dict[str, Any] | None, since: float) -> tuple[dict[str, Any] | None, str | None]:
+        """(the lock of a run that holds it or None where it is ours now, why an older one counted as dead). `seen`, `since`:
+        the lock as it was, and for how long we have known it so, as other machines' clocks may differ."""
+        with self._alone():
+            lock = self._read()
+            why = None
+            if lock is not None:
+                watched = time.monotonic() - since if lock == seen else 0.0
+                why = is_dead(lock, self._us, max(time.time() - lock["time"], watched))
+                if why is None:
+                    return lock, None
+            self._write()
+            return None, why
+
+    def acquire(self, say: Callable[[str], None]) -> None:
+        """Raises ValueError where another run holds it. A run elsewhere that has been silent is waited for until it shows
+        life or counts as dead."""
+        seen, since = None, time.monotonic()
+        while True:
+            lock, why = self.try_once(seen, since)
+            if lock is None:
+                if why is not None:
+                    say(f"taking over from a run that has not ended: {why}")
+                return
+            who = f"process {lock['pid']} on {lock['host']}"
+            here = (lock["host"], lock["processes"]) == (self._us["host"], self._us["processes"])
+            if here or (seen is not None and lock != seen):
+                raise ValueError(
+                    f"--workdir {self._path.parent}: another run writes there ({who}); stop it, or give another directory"
+                )
+            if seen is None:
+                seen, since = lock, time.monotonic()
+                say(f"a run on another machine may write there ({who}): waiting up to {STALE:.0f} s for a sign of life")
+            time.sleep(0.5)
+
+    def renew(self) -> None:
+        """Until the end: a sign of life now and then. Notices where another run has taken over."""
+        while not self.end.wait(RENEWED):
+            with contextlib.suppress(OSError), self._alone():  # a file system out of reach: try again
+                lock = self._read()
+                if lock is not None and any(lock[k] != v for k, v in self._us.items()):
+                    self.lost = f"process {lock['pid']} on {lock['host']}"
+                    return
+                self._write()
+
+    def release(self) -> None:
+        if self.lost is None:
+            with self._alone():
+                self._path.unlink()
+
+
+@contextlib.contextmanager
+def locked(workdir: epath.Path, say: Callable[[str], None] = print) -> Iterator[Lock]:
+    """Makes the directory and holds its lock. Raises ValueError where another run has it or the directory cannot be made."""
+    try:
+        if workdir.exists() and not workdir.is_dir():
+            raise ValueError(f"--workdir {workdir}: is a file")
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = Lock(workdir / LOCK)
+        lock.acquire(say)
+    except OSError as e:
+        raise ValueError(f"--workdir {workdir}: {e.strerror or e}") from None
+    thread = threading.Thread(target=lock.renew, name="lock", daemon=True)
+    thread.start()
+    try:
+        yield lock
+    finally:
+        lock.end.set()
+        thread.join(5.0)  # else it could write the lock again behind its release
+        if not thread.is_alive():
+            with contextlib.suppress(OSError):  # the directory is gone, and its lock with it
+                lock.release()

@@ -1,0 +1,1 @@
+"""How arrays lie on a mesh."""

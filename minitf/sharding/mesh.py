@@ -1,0 +1,95 @@
+"""The axes of a mesh and their sizes as settings."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minitf.settings import setting
+from minitf.tables import Kind
+
+
+class MeshAxis(NamedTuple):
+    setting: str  # the size in MeshConfig that it is, or that it is a factor of
+    rows: bool = False  # whether it shards the rows of a batch
+
+
+AXES = {  # of every mesh, outermost first: those that send least. An axis of size 1 changes no program.
+    "data": MeshAxis("data", rows=True),
+    "fsdp": MeshAxis("fsdp", rows=True),
+    "fsdp_inner": MeshAxis("fsdp", rows=True),  # see `inner_size`
+    "tensor": MeshAxis("tensor"),
+}
+BATCH = tuple(name for name, axis in AXES.items() if axis.rows)
+
+COLLECTIVES = {
+    "auto": Kind("the compiler, on any mesh"),
+    "manual": Kind("minitf, in the order that sends least; tensor=1", reads=("fsdp_inner",)),  # see manual.py
+}
+SIZE = dict(at_least=1, also={-1: "the devices that the others leave"}, may_change=True)
+DCN = dict(at_least=1, also={-1: "the hosts that the others leave"}, may_change=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    data: int = setting(1, "replicas of the parameters", **SIZE)
+    fsdp: int = setting(-1, "shards of the parameters' width and of the batch", **SIZE)
+    tensor: int = setting(1, "shards of heads, MLP and vocabulary", **SIZE)
+    # Where any is not 1, their product is the number of hosts, the sizes above count inside one, and an axis has the product of
+    # both; else data takes the hosts first, then fsdp. A host is a TPU slice where there are several.
+    dcn_data: int = setting(1, "factor of data across hosts (TPU slices)", **DCN)
+    dcn_fsdp: int = setting(1, "factor of fsdp across hosts (TPU slices)", **DCN)
+    dcn_tensor: int = setting(1, "factor of tensor across hosts (TPU slices)", **DCN)
+    collectives: str = setting("auto", "who decides what is sent", one_of=lambda: COLLECTIVES, may_change=True)
+    # Weights are gathered along the inner factor first, gradients scattered along it last.
+    fsdp_inner: int | None = setting(
+        None, "inner of two factors of fsdp; 1: one; None: a line of a TPU's torus, else 1", at_least=1, may_change=True
+    )
+
+
+def mesh_settings() -> tuple[str, ...]:
+    """The sizes of a mesh by their names in MeshConfig, in the order of AXES."""
+    return tuple(dict.fromkeys(axis.setting for axis in AXES.values()))
+
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def mesh_sizes(mesh: AnyMesh) -> dict[str, int]:
+    """The size of each of `mesh_settings`."""
+    of = lambda setting: math.prod(mesh.shape[name] for name, axis in AXES.items() if axis.setting == setting)
+    return {setting: of(setting) for setting in mesh_settings()}
+
+
+def devices_along(axes: Sequence[str], mesh: AnyMesh) -> int:
+    return math.prod(mesh.shape[a] for a in axes)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over the axes that shard them; every process along another holds the same rows."""
+    return NamedSharding(mesh, P(BATCH))
+
+
+def precision(dtype: str) -> str:
+    """Of products in model.dtype: all bits of float32 where it asks for them. TPUs and GPUs would use fewer."""
+    return "highest" if dtype == "float32" else "default"
+
+
+@contextlib.contextmanager
+def surroundings(mesh: Mesh, dtype: str) -> Iterator[None]:
+    """What programs run in: the mesh, and the precision of products."""
+    with jax.set_mesh(mesh), jax.default_matmul_precision(precision(dtype)):
+        yield
+
+
+def batch_shards(mesh: AnyMesh) -> int:
+    return devices_along(BATCH, mesh)

@@ -1,0 +1,1 @@
+"""The optimizer and the step."""

@@ -1,0 +1,49 @@
+"""Scores of an evaluation, from the sums over each row that `eval_step` gives."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from minitf.training.step import Batch
+
+
+def totals(
+    step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, batches: Iterator[Batch]
+) -> dict[str, np.ndarray]:
+    """What `eval_step` gives for each row of all batches that holds tokens, float64 on the host."""
+    found = [jax.device_get(step_fn(params, batch)) for batch in batches]
+    rows = {name: np.concatenate([f[name] for f in found]).astype(np.float64) for name in found[0]}
+    return {name: values[rows["tokens"] > 0] for name, values in rows.items()}
+
+
+def scores(rows: dict[str, np.ndarray], text_bytes: int | None = None) -> dict[str, float]:
+    """Of the rows that `totals` gives: loss (nats a token), each token counted once; its standard error, rows being drawn at
+    random; perplexity; bits per byte, of `text_bytes` where they are known apart from the tokens."""
+    nats, tokens, n = rows["nats"], rows["tokens"], len(rows["tokens"])
+    loss = nats.sum() / max(tokens.sum(), 1)
+    values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    if n > 1:
+        # Of a ratio of two sums (Cochran, Sampling Techniques, 1977, 2.11): rows may hold different numbers of tokens.
+        values["standard_error"] = math.sqrt(n / (n - 1) * np.sum((nats - loss * tokens) ** 2)) / tokens.sum()
+    text_bytes = rows["bytes"].sum() if text_bytes is None and "bytes" in rows else text_bytes
+    if text_bytes:
+        values["bits_per_byte"] = nats.sum() / math.log(2) / text_bytes
+    return {name: float(value) for name, value in values.items()}
+
+
+def evaluate(
+    step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, datasets: dict[str, Iterator[Batch]]
+) -> dict[str, float]:
+    """`scores` over the batches of all datasets together, as eval/NAME, and how many tokens they stand on; of several, each one's
+    as eval/DATASET/NAME, too."""
+    each = {name: totals(step_fn, params, batches) for name, batches in datasets.items()}
+    every = {key: np.concatenate([rows[key] for rows in each.values()]) for key in next(iter(each.values()))}
+    parts = {"": every} | ({f"{name}/": rows for name, rows in each.items()} if len(each) > 1 else {})
+    values: dict[str, float] = {}
+    for prefix, rows in parts.items():
+        found = scores(rows) | {"tokens": int(rows["tokens"].sum())}
+        values |= {f"eval/{prefix}{key}": value for key, value in found.items()}
+    return values
