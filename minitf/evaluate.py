@@ -29,7 +29,7 @@ from minitf.data.tokenizer import Tokenizer
 from minitf.data.tokenizer_files import TOKENIZER_FILE, lost_note
 from minitf.model.choose import with_best_kernel
 from minitf.paths import given
-from minitf.runtime.processes import leave_absent_tpu
+from minitf.runtime.hooks import leave_absent_tpu
 from minitf.runtime.terminal import lasting_output
 from minitf.sharding.devices import make_mesh
 from minitf.sharding.mesh import MeshConfig, batch_sharding, batch_shards, replicated, surroundings

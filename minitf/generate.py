@@ -22,7 +22,7 @@ from minitf.data.frame import Frame
 from minitf.data.tokenizer import Tokenizer
 from minitf.data.tokenizer_files import lost_note
 from minitf.paths import given
-from minitf.runtime.processes import leave_absent_tpu
+from minitf.runtime.hooks import leave_absent_tpu
 from minitf.sampling import TEMPERATURE, Sampler, Sampling, prepared
 from minitf.sharding.devices import make_mesh
 from minitf.sharding.mesh import MeshConfig, mesh_settings

@@ -21,7 +21,7 @@ from minitf.model.choose import kernel_for, with_kernel
 from minitf.model.transformer import model_params
 from minitf.runtime.checkpoint import versions
 from minitf.runtime.devices import free_memory
-from minitf.runtime.writer import human
+from minitf.runtime.terminal import human
 from minitf.sampling import Sampler
 from minitf.sharding.devices import make_mesh, platform_of
 from minitf.sharding.mesh import AXES, BATCH, batch_sharding, batch_shards, mesh_sizes, replicated

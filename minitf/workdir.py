@@ -23,6 +23,7 @@ from minitf.data.tokenizer import Tokenizer
 from minitf.model.transformer import model_params
 from minitf.params import abstract_params
 from minitf.paths import given, write_whole
+from minitf.runtime import hooks
 from minitf.runtime.checkpoint import Checkpoints, DamagedError, check_fit
 from minitf.runtime.log import json_lines
 from minitf.runtime.processes import say
@@ -155,8 +156,7 @@ def use_compilation_cache(setting: str | None, workdir: epath.Path) -> None:
     if setting == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     directory = workdir.parent / ".compilation_cache" if setting is None else resolve(setting, "compilation_cache")
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start has many small programs
+    hooks.keep_compiled(str(directory))
 
 
 # ---- its model

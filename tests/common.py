@@ -20,7 +20,7 @@ import pytest
 from etils import epath
 from jax.experimental import topologies
 
-from minitf import config, settings, train
+from minitf import config, loop, settings
 from minitf import job as job_lib
 from minitf.config import Config
 from minitf.data.datasets import DataConfig
@@ -158,7 +158,7 @@ def launch(cfg: Config, workdir: Path, *, devices: int | None = 1, **options: An
     job = job_lib.prepare(cfg, jax.devices()[:devices])
     with lock_lib.locked(workdir) as lock:
         begin(workdir, job.cfg, **options)
-        status = train.train(job, workdir, lock)
+        status = loop.train(job, workdir, lock)
     return status, json_lines(workdir / "metrics.jsonl")
 
 

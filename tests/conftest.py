@@ -34,8 +34,8 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rate_known():
     """Measuring the machine's rate in each run would take longer than the runs."""
-    from minitf import train
+    from minitf.runtime import devices
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "peak_flops", lambda devices, dtype: 1e12)
+        patch.setattr(devices, "peak_flops", lambda devices, dtype: 1e12)
         yield

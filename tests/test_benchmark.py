@@ -29,7 +29,7 @@ def measured(*args: str) -> dict:
 def test_one_config_gives_every_figure():
     result = measured("--steps", "4")
     assert all(result[name] > 0 for name in FIELDS), result
-    assert result["parameters"] == 103_744  # the README's count of the tutorial's model
+    assert result["parameters"] == 103_744  # docs/running.md's count of the tutorial's model
     assert result["steps"] == 4
     assert result["minor_faults_per_step"] >= 0
     assert result["skipped_steps"] == 0

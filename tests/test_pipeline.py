@@ -368,7 +368,9 @@ def get_config():
 def run_main(tmp_path, capsys, monkeypatch):
     """Runs train.main and returns (status, lines of stderr)."""
 
-    monkeypatch.setattr(train, "peak_flops", lambda devices, dtype: 1e12)  # not measured: nobody reads it here
+    monkeypatch.setattr(
+        "minitf.runtime.devices.peak_flops", lambda devices, dtype: 1e12
+    )  # not measured: nobody reads it here
 
     def run(*overrides):
         args = ["--config", str(write_text(tmp_path / "config.py", CONFIG)), "--workdir", str(tmp_path / "run")]

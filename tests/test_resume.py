@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from watched_rows import Watched
 
 from minitf import job as job_lib
-from minitf import train
+from minitf import loop, services
 from minitf.data import datasets, pipeline
 from minitf.data.store import DataError
 from minitf.params import named
@@ -95,7 +95,7 @@ def programs_shared():
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "program", program)
+        patch.setattr(loop, "program", program)
         yield
 
 
@@ -230,10 +230,10 @@ def test_a_stopped_run_saves_at_once_and_evaluates_when_it_goes_on(corpus, undis
 
     def beat(self, step):  # the first step of a start has ended
         signal.raise_signal(signal.SIGTERM)
-        monkeypatch.setattr(train.Watchdog, "beat", lambda self, step: None)
+        monkeypatch.setattr(loop.Watchdog, "beat", lambda self, step: None)
 
     for _ in range(4):
-        monkeypatch.setattr(train.Watchdog, "beat", beat)
+        monkeypatch.setattr(loop.Watchdog, "beat", beat)
         assert launch(cfg, tmp_path / "w")[0] == watch.INTERRUPTED  # each time after two steps
     assert about(tmp_path / "w", 8)["evaluation"] is None
     monkeypatch.undo()
@@ -254,7 +254,7 @@ def test_a_stop_in_the_middle_of_long_work_is_acted_on_at_once(doing, corpus, un
         signal.raise_signal(signal.SIGTERM)
         release.wait(60)
 
-    monkeypatch.setattr(train, doing, long)
+    monkeypatch.setattr(loop, doing, long)
     monkeypatch.setattr("minitf.runtime.watch.BY_ITSELF", 0.1)
     assert launch(cfg, tmp_path / "w")[0] == watch.INTERRUPTED
     assert not release.is_set()
@@ -270,7 +270,7 @@ def test_a_stop_in_the_middle_of_long_work_is_acted_on_at_once(doing, corpus, un
 
 def test_a_stop_in_the_last_evaluation_leaves_it_to_the_next_start(corpus, tmp_path, monkeypatch):
     cfg = saving(corpus, steps=3, eval_every=10)
-    real = train.evaluate
+    real = loop.evaluate
 
     def stopped(*args):
         handler = signal.getsignal(signal.SIGTERM)
@@ -279,7 +279,7 @@ def test_a_stop_in_the_last_evaluation_leaves_it_to_the_next_start(corpus, tmp_p
             threading.Event().wait(0.01)
         return real(*args)  # asks at its first batch
 
-    monkeypatch.setattr(train, "evaluate", stopped)
+    monkeypatch.setattr(loop, "evaluate", stopped)
     assert launch(cfg, tmp_path / "w")[0] == watch.INTERRUPTED
     monkeypatch.undo()
     for _ in range(2):
@@ -302,7 +302,7 @@ def test_a_stop_before_the_first_step_ends_the_start(doing, corpus, tmp_path, mo
             pipeline.HostBatches, "__getitem__", lambda self, k: self if isinstance(k, slice) else long()
         )
     else:
-        monkeypatch.setattr(train, doing, long)
+        monkeypatch.setattr(services, doing, long)
     monkeypatch.setattr("minitf.runtime.watch.BY_ITSELF", 0.1)
     with pytest.raises(watch.Stopped, match="SIGTERM"):
         launch(cfg, tmp_path / "w")
@@ -377,7 +377,7 @@ def test_P53_saved_on_one_tensor_axis_restored_on_another(corpus, tmp_path, save
 
 
 def refusal(*args, **kwargs) -> str:
-    with pytest.raises((ValueError, train.Refused)) as refused:
+    with pytest.raises((ValueError, services.Refused)) as refused:
         launch(*args, **kwargs)
     return str(refused.value)
 
@@ -385,7 +385,7 @@ def refusal(*args, **kwargs) -> str:
 def test_P19_finished_run_says_so_and_changes_nothing(corpus, tmp_path, capsys, monkeypatch):
     launch(saving(corpus, steps=5), tmp_path / "w")
     before = {p: p.read_bytes() for p in (tmp_path / "w").rglob("*") if p.is_file() and p.name != "events.jsonl"}
-    monkeypatch.setattr(train, "training_batches", None)  # neither read nor compiled for
+    monkeypatch.setattr(loop, "training_batches", None)  # neither read nor compiled for
     capsys.readouterr()
     for _ in range(2):
         status, _ = launch(saving(corpus, steps=5), tmp_path / "w")
@@ -581,8 +581,8 @@ def poisoned(at):
 
 def test_P35_nan_stops_the_run_and_is_never_saved(corpus, undisturbed, tmp_path, monkeypatch):
     cfg = saving(corpus, checkpoint__every=5)
-    monkeypatch.setattr(train, "training_batches", poisoned(7))
-    with pytest.raises(train.NonFinite, match=r"^step 7: loss .*, gradient norm nan"):
+    monkeypatch.setattr(loop, "training_batches", poisoned(7))
+    with pytest.raises(services.NonFinite, match=r"^step 7: loss .*, gradient norm nan"):
         launch(cfg, tmp_path / "w")
     assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["5"]
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(final(tmp_path / "w")))
@@ -595,7 +595,7 @@ def test_P35_nan_stops_the_run_and_is_never_saved(corpus, undisturbed, tmp_path,
 def test_P35_an_update_that_is_not_finite_is_neither_applied_nor_saved(corpus, tmp_path):
     # The loss and the gradient of step 1 are finite.
     cfg = saving(corpus, steps=1, optimizer__kind="sgd", optimizer__learning_rate=1e38)
-    with pytest.raises(train.NonFinite, match=r"^step 1: loss .*, but the update .* is not finite"):
+    with pytest.raises(services.NonFinite, match=r"^step 1: loss .*, but the update .* is not finite"):
         launch(cfg, tmp_path / "w")
     assert list((tmp_path / "w/checkpoints").iterdir()) == []
 
@@ -608,8 +608,8 @@ def test_an_evaluation_that_meets_a_bad_id_ends_the_run_after_a_save(corpus, und
         raise DataError("val.txt: id 99 at token 0 is not below the vocabulary size 64")
         yield
 
-    monkeypatch.setattr(train, "evaluation_batches", evaluation_batches)
-    with pytest.raises(train.BatchError, match=r"^evaluation of step 6: val\.txt: id 99 at token 0"):
+    monkeypatch.setattr(loop, "evaluation_batches", evaluation_batches)
+    with pytest.raises(services.BatchError, match=r"^evaluation of step 6: val\.txt: id 99 at token 0"):
         launch(cfg, tmp_path / "w")
     assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["6"]
     monkeypatch.undo()
@@ -632,7 +632,9 @@ def test_P47_a_failing_record_ends_the_run_with_its_error_and_the_last_good_step
     )  # other tests' may be there, such as Python's tracker of resources
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minitf.data.pipeline.training_rows", failing)
-        with pytest.raises(train.BatchError, match=r"^the batch of step 8: RuntimeError: this record cannot be read"):
+        with pytest.raises(
+            services.BatchError, match=r"^the batch of step 8: RuntimeError: this record cannot be read"
+        ):
             launch(saving(corpus), tmp_path / "w")
     assert [p.name for p in (tmp_path / "w/checkpoints").iterdir()] == ["7"]
     lines = json_lines(resolve(str(tmp_path / "w")) / "metrics.jsonl")

@@ -28,7 +28,7 @@ from common import (
     some_texts,
 )
 
-from minitf import checks, startup, train
+from minitf import checks, loop, services, startup
 from minitf import job as job_lib
 from minitf.command_line import parse_value
 from minitf.data import datasets, pipeline
@@ -184,8 +184,8 @@ def test_tokens_are_targets_that_count_and_positions_are_told_apart(stores, tmp_
     batches = itertools.islice(job_lib.training_batches(job_lib.prepare(cfg, jax.devices()[:1])), 4)
     counts = [int((np.asarray(batch["weights"]) > 0).sum()) for batch in batches]
     assert sum(counts) < 4 * 8 * 16
-    about = train.about  # a checkpoint as it was before tokens were counted
-    monkeypatch.setattr(train, "about", lambda *rest: {k: v for k, v in about(*rest).items() if k != "tokens_seen"})
+    about = loop.about  # a checkpoint as it was before tokens were counted
+    monkeypatch.setattr(loop, "about", lambda *rest: {k: v for k, v in about(*rest).items() if k != "tokens_seen"})
     _, (_, *lines) = launch(cfg, tmp_path / "w")
     assert [line["train/tokens_seen"] for line in lines] == np.cumsum(counts[:3]).tolist()
     assert [line["train/positions_seen"] for line in lines] == [128, 256, 384]
@@ -344,7 +344,7 @@ def test_new_weights_are_a_new_phase_and_other_stores_another_run(stores, tmp_pa
     assert [(row, weights) for row, weights, _ in phases] == [(0, [0.7, 0.3]), (24, [0.2, 0.8]), (40, [0.7, 0.3])]
     assert [sum(taken) for _, _, taken in phases] == [0, 24, 40]
     swapped = config_of(stores, {"small": 0.3, "large": 0.7}).data
-    with pytest.raises(train.Refused, match="data sha256"):
+    with pytest.raises(services.Refused, match="data sha256"):
         launch(change(cfg, steps=9, data=swapped), tmp_path / "w")
 
 

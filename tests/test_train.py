@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from common import MESHES, ROOT, TEXT, change, launch, random_params, run_module, series, text_config
 
-from minitf import config, train
+from minitf import config, loop
 from minitf import job as job_lib
 from minitf.config import CompilerOptions
 from minitf.data import pipeline
@@ -82,15 +82,15 @@ def test_P58_memory_does_not_grow_with_steps(corpus, tmp_path):
     job = job_lib.prepare(text_config(corpus, steps=500, log_every=100), jax.devices()[:1])
     (tmp_path / "w").mkdir()
     used = {}
-    write = train.MetricWriter.write
+    write = loop.MetricWriter.write
 
     def recording(self, step, values):
         used[step] = psutil.Process().memory_info().rss
         write(self, step, values)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(train.MetricWriter, "write", recording)
-        train.train(job, tmp_path / "w")
+        m.setattr(loop.MetricWriter, "write", recording)
+        loop.train(job, tmp_path / "w")
     assert used[500] < 1.05 * used[100]
 
 
@@ -116,9 +116,9 @@ def test_tiny_has_the_same_first_ten_losses_on_every_mesh(tmp_path, mesh):
         job = job_lib.prepare(change(cfg, **sizes), jax.devices()[:1] if name == "1" else None)
         (tmp_path / name).mkdir()
         with pytest.MonkeyPatch.context() as m:
-            m.setattr(train.MetricWriter, "write", stop_after(10, losses.setdefault(name, [])))
+            m.setattr(loop.MetricWriter, "write", stop_after(10, losses.setdefault(name, [])))
             with pytest.raises(StopIteration):
-                train.train(job, tmp_path / name)
+                loop.train(job, tmp_path / name)
     assert len(losses["1"]) == 10
     assert losses[mesh] == pytest.approx(losses["1"], abs=1e-5)
 

@@ -44,8 +44,7 @@ from minitf.params import count_params
 from minitf.runtime import memory as memory_lib
 from minitf.runtime.checkpoint import CheckpointConfig, Checkpoints
 from minitf.runtime.devices import listed_flops, peak_flops
-from minitf.runtime.terminal import columns
-from minitf.runtime.writer import human
+from minitf.runtime.terminal import columns, human
 from minitf.sharding.mesh import surroundings
 from minitf.training.state import TrainState
 from minitf.training.step import Batch

@@ -38,7 +38,7 @@ from minitf.model.remat import REMAT
 from minitf.model.transformer import ModelConfig, model_params
 from minitf.params import init_params
 from minitf.runtime.checkpoint import CheckpointConfig
-from minitf.runtime.writer import human
+from minitf.runtime.terminal import human
 from minitf.sharding.devices import compute_capability, make_mesh
 from minitf.sharding.mesh import MeshConfig
 from minitf.training.optimizer import OptimizerConfig

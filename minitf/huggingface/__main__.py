@@ -5,11 +5,10 @@ import re
 import sys
 from typing import Any
 
-import jax
-
 from minitf import command_line
 from minitf.huggingface.convert import Done, export_model, import_model
 from minitf.huggingface.families import FAMILIES
+from minitf.runtime import hooks
 from minitf.runtime.checkpoint import SaveError
 
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -83,7 +82,7 @@ def convert(args: argparse.Namespace) -> tuple[Done, str]:
 
 def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # nothing is computed: an accelerator's memory is not needed
+    hooks.use_cpu()
     try:
         done, numbers = convert(args)
     except ValueError as e:

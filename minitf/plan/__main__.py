@@ -10,14 +10,13 @@ import json
 import os
 import sys
 
-import jax
-
 import minitf
 from minitf import command_line
 from minitf.plan import topology
 from minitf.plan.figures import DOES_NOT_FIT, plan, search, tell
 from minitf.plan.program import job_of
 from minitf.plan.report import comparison, describe_plan, searched
+from minitf.runtime import hooks
 
 # ---- the command line
 
@@ -42,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     for name, value in topology.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")  # a device that is here is left alone
-    jax.config.update("jax_enable_compilation_cache", False)  # what it holds could only be read by the device
+    hooks.use_cpu()
+    hooks.keep_nothing_compiled()
     try:
         args, cfg = command_line.parse_args(sys.argv[1:] if argv is None else argv, parser)
         jobs = {name: job_of(cfg, topology.find_devices(name)) for name in args.topology}

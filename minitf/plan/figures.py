@@ -19,7 +19,7 @@ from minitf.params import count_params
 from minitf.plan import hlo
 from minitf.plan.program import OutOfMemory, abstract_batch, compile_step
 from minitf.runtime.devices import DEVICES, Device
-from minitf.runtime.writer import human
+from minitf.runtime.terminal import human
 from minitf.sharding.devices import host_count, platform_of
 from minitf.sharding.mesh import batch_shards, mesh_settings
 from minitf.training.step import Batch

@@ -4,8 +4,7 @@ import math
 from typing import Any
 
 from minitf.runtime.devices import GiB
-from minitf.runtime.terminal import columns
-from minitf.runtime.writer import human
+from minitf.runtime.terminal import columns, human
 
 
 def gib(n: float) -> str:

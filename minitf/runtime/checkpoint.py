@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
-import logging
 import math
 import os
 import re
@@ -22,6 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from minitf.params import named
+from minitf.runtime import hooks
 from minitf.runtime.digests import checksums
 from minitf.runtime.processes import Vote, first_failing, is_first
 from minitf.runtime.watch import at_most
@@ -133,9 +133,9 @@ class Checkpoints:
     """The checkpoints of one run, in DIRECTORY/STEP. As a context it waits, on leaving, for the write under way."""
 
     def __init__(self, directory: epath.Path, cfg: CheckpointConfig = CheckpointConfig(), *, read_only: bool = False):
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells some thirty lines a save
+        hooks.quieten("absl")  # Orbax tells some thirty lines a save
         if not read_only:
-            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # and each failed write again; we tell the first
+            hooks.quieten("asyncio")  # and each failed write again; we tell the first
         policy = ocp.checkpoint_managers.preservation_policy
         keep = [policy.LatestN(cfg.keep)]
         if cfg.keep_every is not None:
@@ -167,10 +167,8 @@ class Checkpoints:
         )
 
     def __enter__(self) -> "Checkpoints":
-        # When a write fails Orbax closes its event loop, of which its other writes then complain, each in a traceback.
-        self._hook = hook = sys.unraisablehook
-        closed = lambda u: isinstance(u.exc_value, RuntimeError) and str(u.exc_value) == "Event loop is closed"
-        sys.unraisablehook = lambda u: None if closed(u) else hook(u)
+        self._ignoring = hooks.closed_loops_ignored()
+        self._ignoring.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -182,7 +180,7 @@ class Checkpoints:
         finally:
             # Nothing is written any more. Where the directory has become unusable, Orbax may wait long for nothing.
             at_most(SAVER_CLOSING, self._manager.close)  # what it raises was told by wait()
-            sys.unraisablehook = self._hook
+            self._ignoring.__exit__(None, None, None)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, in order."""

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from minitf.runtime.terminal import human
 from minitf.sharding.mesh import precision
 
 
@@ -96,6 +98,23 @@ def measured_apart(devices: list, dtype: str) -> float:
     """`peak_flops` while a program is under way, in a thread of its own, to which the mesh around does not reach."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(peak_flops, devices, dtype).result()
+
+
+class PeakRate:
+    """FLOP/s of devices together, and the share of them that a run uses. Measured ones are measured again where a run is faster."""
+
+    def __init__(self, devices: list, dtype: str):
+        self._devices, self._dtype = devices, dtype
+        self._flops, self._listed = peak_flops(devices, dtype), listed_flops(devices, dtype) is not None
+
+    def utilisation(self, flops: float, say: Callable[[str], None]) -> float:
+        """Of so many FLOP/s (MFU)."""
+        if flops > self._flops and not self._listed:
+            again = measured_apart(self._devices, self._dtype)
+            if again > self._flops:
+                say(f"peak rate: {human(self._flops)}FLOP/s was exceeded, measured again: {human(again)}FLOP/s")
+            self._flops = max(self._flops, again)
+        return flops / self._flops
 
 
 def free_memory(device: Any) -> float | None:

@@ -4,9 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import glob
 import hashlib
-import importlib.util
 import os
 import re
 import sys
@@ -22,20 +20,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitf.runtime import cluster
+from minitf.runtime import cluster, hooks
 from minitf.settings import LONGEST, setting
 
 # ---- one of several processes
-
-
-def leave_absent_tpu() -> None:
-    """Where libtpu is installed (extra plan), and nothing that it could drive is there, JAX does not start it: it would print
-    warnings. What JAX_PLATFORMS asks for is left as it is. Before the first device is asked for."""
-    if jax.config.jax_platforms or importlib.util.find_spec("libtpu") is None:
-        return
-    accelerators = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/dxg", "/dev/kfd")
-    if not any(glob.glob(pattern) for pattern in accelerators) and "TPU_NAME" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +62,8 @@ def start(cfg: DistributedConfig, args: argparse.Namespace) -> None:
         print(why if arguments else f"one process: {why}", flush=True)
     if arguments is None:
         return
-    # Its handler of SIGTERM would come before ours and knows of no other signal.
-    jax.config.update("jax_enable_preemption_service", False)
-    with waiting(cfg.start_timeout):
+    hooks.own_signals()
+    with hooks.service_waits(cfg.start_timeout):
         try:
             jax.distributed.initialize(
                 **arguments,
@@ -89,23 +76,6 @@ def start(cfg: DistributedConfig, args: argparse.Namespace) -> None:
             raise ValueError(
                 f"{why}: could not start: {type(e).__name__}: {e}\nMINITF_NUM_PROCESSES=1 would start this process alone"
             ) from None
-
-
-@contextlib.contextmanager
-def waiting(seconds: float) -> Iterator[None]:
-    """The coordination service waits so long for all processes. JAX has no setting for it, and by itself no process would learn
-    which of the others did not come."""
-    from jax._src.lib import _jax
-
-    make = getattr(_jax, "get_distributed_runtime_service", None)
-    if make is None:  # a later JAX
-        yield
-        return
-    _jax.get_distributed_runtime_service = functools.partial(make, cluster_register_timeout=round(seconds))
-    try:
-        yield
-    finally:
-        _jax.get_distributed_runtime_service = make
 
 
 def is_first() -> bool:

@@ -60,3 +60,12 @@ def columns(lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
         return text.ljust(widths[i]) if i < left else text.rjust(widths[i])
 
     return ["  ".join(cell(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
+
+
+def human(n: float) -> str:
+    """1234567 -> 1.23M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(n) < 1000:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:.3g}P"

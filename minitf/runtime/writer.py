@@ -10,16 +10,9 @@ from typing import Any, TextIO
 import numpy as np
 from etils import epath
 
+from minitf.runtime import hooks
 from minitf.runtime.log import JsonLines
-
-
-def human(n: float) -> str:
-    """1234567 -> 1.23M."""
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(n) < 1000:
-            return f"{n:.3g}{unit}"
-        n /= 1000
-    return f"{n:.3g}P"
+from minitf.runtime.terminal import human
 
 
 def duration(seconds: float) -> str:
@@ -86,7 +79,7 @@ class MetricWriter:
     ):
         from tqdm import tqdm
 
-        logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # a NaN is logged by us, not once for each tag
+        hooks.quieten("tensorboardX", logging.ERROR)  # a NaN is logged by us, not once for each tag
         self._steps, self._validation = steps, validation
         first = 0 if start is None else start + 1
         self._tensorboard = TensorBoard(workdir, purge_step=first)
