@@ -1,6 +1,7 @@
 """The house: in what order modules stand, and what the core reaches."""
 
 import ast
+import re
 from pathlib import Path
 
 from common import ROOT
@@ -112,3 +113,26 @@ def test_no_file_is_long():
     """The HLO reader aside, which is one grammar."""
     lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     assert {name for name, n in lengths.items() if n > 400} == {"plan.hlo"}
+
+
+def rows_of_the_reading_path() -> list[tuple[list[str], int]]:
+    """(files and folders of `minitf/`, lines) of each row of the README's tables of core and wings."""
+    section = (ROOT / "README.md").read_text().split("## Reading path")[1].split("\n## ")[0]
+    rows = []
+    for cells in re.findall(r"^\| (`.*?) \| ([\d,]+) \|", section, re.MULTILINE):
+        names = re.findall(r"`([^`]+)`", cells[0])
+        inside = cells[0].startswith("`") and re.match(r"`(\w+/)` `", cells[0])  # the files of one folder
+        names = [inside[1] + name for name in names[1:]] if inside else names
+        rows.append((names, int(cells[1].replace(",", ""))))
+    return rows
+
+
+def test_the_readme_names_every_file_and_its_length():
+    named, rows = [], rows_of_the_reading_path()
+    for names, lines in rows:
+        files = [f for name in names for f in FILES.items() if str(f[1].relative_to(ROOT / "minitf")).startswith(name)]
+        named += [name for name, _ in files]
+        true = sum(len(path.read_text().splitlines()) for _, path in files)
+        assert abs(lines - true) <= 0.05 * true, f"{', '.join(names)}: {true} lines, the README says {lines}"
+    assert {n for n in FILES if not n.endswith("__init__")} <= set(named)
+    assert len(named) == len(set(named))
