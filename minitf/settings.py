@@ -24,7 +24,9 @@ class Setting:
     at_most: float | None = None
     below: float | None = None
     multiple_of: int | None = None
-    also: Mapping[Any, str] = types.MappingProxyType({})  # values outside of the limits, and what each means
+    also: Mapping[Any, str] = dataclasses.field(
+        default_factory=dict
+    )  # values outside of the limits, and what each means
     one_of: Callable[[], Mapping[str, Any]] | None = None  # the table of known values; see `kinds`
     reads_in: str = ""  # the subsection in which the table's `reads` name settings; "": this one
     in_place_of: str = ""  # a setting of this section or below, dotted, that has no effect where this one is not None
