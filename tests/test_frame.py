@@ -383,7 +383,7 @@ def test_ids_without_a_row_are_refused_wherever_text_enters(made, tmp_path, caps
         assert "200" in err or "199" in err
     harness = pytest.importorskip("minitf.harness")
     with pytest.raises(ValueError, match=f"id {wrong} .*200"):
-        harness.Model(model, tokenizer, make_mesh("1")).tok_encode("a b")
+        harness.HarnessModel(model, tokenizer, make_mesh("1")).tok_encode("a b")
 
 
 # ---- lm-evaluation-harness
@@ -394,7 +394,7 @@ def harness_of(made, start):
     _, tokenizers = made
     cfg = change(TINY, model__vocab_size=VOCAB, model__max_seq_len=24)
     model = Model(cfg, random_params(cfg.model), 0, frames.of_tokenizer(tokenizers[start]))
-    return harness.Model(model, tokenizers[start], make_mesh("1")), model
+    return harness.HarnessModel(model, tokenizers[start], make_mesh("1")), model
 
 
 @pytest.mark.parametrize("start", [False, True])

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from minitf import job as job_lib
 from minitf.model import kernels
-from minitf.model.choose import choose
+from minitf.model.choose import choose, kernel_for, with_best_kernel
 from minitf.model.kernels import Mask, Needs, Scores
 from minitf.model.remat import REMAT
 from minitf.model.transformer import model_params
@@ -303,3 +303,23 @@ def test_splash_compiles_for_every_tpu(name, dtype):
     with surroundings(mesh, dtype):
         text = jax.jit(run).lower(segments, *arrays).compile().as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2  # forward and backward
+
+
+def test_rows_of_another_kind_than_in_training_have_a_kernel_of_their_own():
+    """What was named for training - here for TPUs - is not inherited by scoring, prompts and decoding."""
+    cfg, mesh = change(TINY, model__attention__implementation="splash").model, make_mesh("1")
+    taken = lambda length, **asked: with_best_kernel(cfg, mesh, length, **asked).attention.implementation
+    assert taken(20) == "blocked"
+    assert taken(20, rows=3, segments=True) == "blocked"
+    assert taken(1, cached=True) == "xla"
+    with pytest.raises(ValueError, match="implementation=splash: it runs on tpu, this is cpu"):
+        kernel_for(cfg, mesh, 128)
+
+
+def test_a_model_asks_no_device_for_its_kernel():
+    """Undecided, it takes the reference; what is named and cannot do what is asked is refused when it is traced."""
+    q, kv = jnp.ones((1, 8, 2, 4)), jnp.ones((1, 8, 2, 4))
+    run = lambda name, softcap: kernels.mix(q, kv, kv, Mask(), kernels.Scores(softcap=softcap), name)
+    np.testing.assert_array_equal(run("auto", 5.0), run("reference", 5.0))
+    with pytest.raises(ValueError, match="implementation=xla: it has no soft-cap"):
+        run("xla", 5.0)

@@ -404,7 +404,7 @@ def test_long_documents_are_stored_as_short_ones(tmp_path, monkeypatch, bpe):
         (folder / f"{i}.txt").write_bytes(text.encode())
     expected = {t: contents(prepare(tmp_path / f"{len(t)}", folder, tokenizer=t, dedup="near")) for t in ("bytes", bpe)}
     for module in (documents, long_texts):
-        monkeypatch.setattr(module, "BLOCK", 999)
+        monkeypatch.setattr(module, "BLOCK_BYTES", 999)
     monkeypatch.setattr(tokens, "BATCH", 700)
     monkeypatch.setattr("minitf.data.long_texts.pieces", functools.partial(long_texts.pieces, size=150))
     for tokenizer, files in expected.items():
@@ -630,9 +630,9 @@ def test_bad_rows_and_files_are_named_or_left_out(tmp_path, capsys, bpe):
     write_parquet(folder, [*TEXTS[:20], None, "end"])
     (folder / "y.txt").write_bytes("é".encode() * 5 + b"\xe9 ")
     assert "x.parquet, row 20: 'text' is NoneType" in refused(capsys, tmp_path / "a", folder / "x.parquet")
-    for size in (documents.BLOCK, 7):
+    for size in (documents.BLOCK_BYTES, 7):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(documents, "BLOCK", size)
+            patch.setattr(documents, "BLOCK_BYTES", size)
             message = refused(capsys, tmp_path / "b", folder / "y.txt", tokenizer=bpe)
             assert "y.txt: is not UTF-8 at byte 10 (0xe9)" in message
     options = dict(no_shuffle=True, val_fraction=0)

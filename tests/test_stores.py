@@ -137,7 +137,7 @@ def test_a_store_travels_to_another_process_without_its_contents(stores, tmp_pat
         (lambda d: edit(d, lambda m: m.update(version=2)), "is 'minitf token store' version 2, not"),
         (
             lambda d: edit(d, lambda m: m["splits"]["train"]["shards"][0].update(name="../x")),
-            "names '../x', which is no file",
+            "names '../x', which leads out",
         ),
     ],
 )
