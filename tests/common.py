@@ -50,9 +50,10 @@ MESHES = {  # name -> sizes of (data, fsdp, tensor)
 }
 
 
-def slow(names: Iterable[str], *, but: Collection[str] = ()) -> list:
-    """Parameters of a test: all but a few of them only in the slow suite."""
-    return [name if name in but else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def slow(cases: Iterable[Any], *, but: Collection[Any] = ()) -> list:
+    """Parameters of a test, tuples where it has several: all but a few of them only in the slow suite."""
+    values = lambda case: case if isinstance(case, tuple) else (case,)
+    return [case if case in but else pytest.param(*values(case), marks=pytest.mark.slow) for case in cases]
 
 
 # The cases' standard set-up: vocabulary 64, width 16, two blocks, 4 query and 2 key/value heads of size 4.

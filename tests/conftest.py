@@ -20,6 +20,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import pytest
 
 
+def pytest_configure(config):
+    """`-m core` takes the place of the `-m "not slow"` that pyproject.toml gives; slow tests are left out of it nevertheless."""
+    if config.option.markexpr == "core":
+        config.option.markexpr = "core and not slow"
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A folder with a training and a validation text."""

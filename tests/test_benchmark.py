@@ -38,6 +38,7 @@ def test_one_config_gives_every_figure():
     assert result["mfu_causal"] < result["mfu"] < 1
 
 
+@pytest.mark.slow
 def test_two_configs_take_turns_and_overrides_reach_their_side():
     result = measured("--steps", "2", "--rounds", "2", "--config.batch_size=4", "--against.model.num_layers=1")
     a, b, ratio = result["a"], result["b"], result["ratio"]
@@ -71,6 +72,7 @@ def test_a_mistake_gives_one_message_and_status_2(args, message):
     assert message in done.stderr
 
 
+@pytest.mark.slow
 def test_saving_is_measured_and_leaves_nothing(tmp_path):
     result = measured("--saves", str(tmp_path / "saves"), "--steps", "3", "--rounds", "2")
     assert result["bytes"] == 4 * (103_744 + 3)  # plain SGD: parameters, and three counts of steps

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import TINY, change, make_mesh, random_params
+from common import TINY, change, make_mesh, random_params, slow
 
 from minitf.model.attention import ATTENTION, slot_times
 from minitf.model.transformer import POSITIONS, hidden, logits, model, new_cache
@@ -57,8 +57,14 @@ def whole(params, cfg):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("kind", [*ATTENTION, "pattern"])
-@pytest.mark.parametrize("positions", POSITIONS)
+# Every kind with one way of positions, and every way of positions with one kind; the other pairs in the slow suite.
+KINDS = [*ATTENTION, "pattern"]
+PAIRS = [(kind, positions) for kind in KINDS for positions in POSITIONS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions"), slow(PAIRS, but=[p for p in PAIRS if p[0] == "pattern" or p[1] == "rope"])
+)
 def test_decoding_equals_the_whole_forward(kind, positions):
     kinds = dict(model__pattern=("sliding", "full")) if kind == "pattern" else dict(model__attention__kind=kind)
     cfg = configured(**kinds, model__positions=positions, model__attention__qk_norm=True)

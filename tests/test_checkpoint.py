@@ -112,7 +112,7 @@ def flip_four_bytes(path):
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_four_bytes, os.unlink])
-def test_P30_damaged_newest_falls_back_to_the_newest_good_one(directory, damage):
+def test_damaged_newest_falls_back_to_the_newest_good_one(directory, damage):
     saved(directory, 1, 2, 3)
     damage(largest_file(directory / "3"))
     with Checkpoints(directory) as checkpoints:
@@ -144,7 +144,7 @@ def test_orbax_alone_restores_flipped_bytes(directory):
         Checkpoints(directory).restore_newest(target(state))
 
 
-def test_P30_where_all_are_damaged_nothing_starts_anew(directory):
+def test_where_all_are_damaged_nothing_starts_anew(directory):
     saved(directory, 1, 2)
     truncate(largest_file(directory / "1"))
     os.unlink(directory / "2/about/metadata")
@@ -179,7 +179,7 @@ def small_files():
 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves an event loop open
-def test_P30_a_failing_write_is_an_error_and_leaves_the_older_ones(directory, keep, small_files):
+def test_a_failing_write_is_an_error_and_leaves_the_older_ones(directory, keep, small_files):
     checkpoints = Checkpoints(directory, CheckpointConfig(keep=keep))
     for step in (1, 2):
         checkpoints.save(step, tree(step, size=20_000), {})
@@ -196,7 +196,7 @@ def test_P30_a_failing_write_is_an_error_and_leaves_the_older_ones(directory, ke
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_P31_leaving_tells_that_the_last_write_failed(directory, small_files):
+def test_leaving_tells_that_the_last_write_failed(directory, small_files):
     checkpoints = Checkpoints(directory).__enter__()
     with small_files():
         checkpoints.save(1, tree(1, size=20_000), {})
@@ -208,7 +208,7 @@ def test_P31_leaving_tells_that_the_last_write_failed(directory, small_files):
 
 
 @pytest.mark.parametrize(("end", "times"), [("leaves", 20), ("raises", 5)])
-def test_P31_the_last_save_is_complete_every_time(directory, end, times):
+def test_the_last_save_is_complete_every_time(directory, end, times):
     for step in range(1, times + 1):
         try:
             with Checkpoints(directory) as checkpoints:
@@ -221,7 +221,7 @@ def test_P31_the_last_save_is_complete_every_time(directory, end, times):
         assert (restored.about["step"], restored.damaged) == (step, {})
 
 
-def test_P32_a_save_that_would_be_skipped_is_an_error(directory):
+def test_a_save_that_would_be_skipped_is_an_error(directory):
     saved(directory, 100)
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(10, tree(10), {})  # below the newest: Orbax would skip it
@@ -281,7 +281,7 @@ def test_best_is_kept_across_a_restart(directory):
         ),
     ],
 )
-def test_P33_missing_extra_and_misshapen_arrays_are_listed(directory, change, message):
+def test_missing_extra_and_misshapen_arrays_are_listed(directory, change, message):
     saved(directory, 1)
     wanted = target(tree())
     change(wanted)
@@ -292,7 +292,7 @@ def test_P33_missing_extra_and_misshapen_arrays_are_listed(directory, change, me
 @pytest.mark.parametrize(
     ("name", "dtype"), [("params/a", "bfloat16"), ("params/b", "float32"), ("opt/a", "float16"), ("step", "float32")]
 )
-def test_P34_another_number_type_is_refused(directory, name, dtype):
+def test_another_number_type_is_refused(directory, name, dtype):
     saved(directory, 1)
     wanted = target(tree())
     *section, last = name.split("/")
@@ -302,7 +302,7 @@ def test_P34_another_number_type_is_refused(directory, name, dtype):
         Checkpoints(directory).restore_newest(wanted)
 
 
-def test_P33_a_part_is_compared_with_its_part_only():
+def test_a_part_is_compared_with_its_part_only():
     about = {"params/a": {"shape": [2], "dtype": "float32"}, "opt/a": {"shape": [2], "dtype": "float32"}}
     check_fit("here", about, {"params": {"a": jax.ShapeDtypeStruct((2,), "float32")}})
 

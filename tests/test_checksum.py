@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from minitf.runtime import digests
 
+pytestmark = pytest.mark.core
+
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "bool")
 
 

@@ -341,12 +341,12 @@ def test_print_config_prints_json_that_loads_and_runs_nothing(argv, cli, workdir
         ("config.steps=3", "overrides begin with dashes: --config.steps=3"),
     ],
 )
-def test_P63_mistyped_override_is_named_with_the_nearest_setting(argv, message, refused):
+def test_mistyped_override_is_named_with_the_nearest_setting(argv, message, refused):
     assert message in refused(argv)
 
 
 @pytest.mark.parametrize("argv", ["--steps=3", "--conf.steps=3", "--cfg.model.dim=3", "--config_steps=3", "--overwrit"])
-def test_P63_wrong_prefix_is_named(argv, cli, workdir):
+def test_wrong_prefix_is_named(argv, cli, workdir):
     ended = cli(argv)
     assert ended.status == 2
     assert f"unrecognized arguments: {argv}" in ended.err
@@ -354,7 +354,7 @@ def test_P63_wrong_prefix_is_named(argv, cli, workdir):
 
 
 @pytest.mark.parametrize("text", ["1", "1.0", "1e0"])
-def test_P64_float_setting_given_an_integer_is_a_float(text, cli):
+def test_float_setting_given_an_integer_is_a_float(text, cli):
     learning_rate = json.loads(cli("--print_config", f"--config.optimizer.learning_rate={text}").out)["optimizer"][
         "learning_rate"
     ]
@@ -375,27 +375,27 @@ NO_INTEGERS = ("1e3", "10.0", "10.5", "")
         ("data.shuffle=", "must be bool"),
     ],
 )  # fmt: skip
-def test_P64_value_of_another_type_is_refused(override, message, refused):
+def test_value_of_another_type_is_refused(override, message, refused):
     assert f"--config.{override}: {message}" in refused(f"--config.{override}")
 
 
-def test_P64_section_given_a_value_is_refused(refused):
+def test_section_given_a_value_is_refused(refused):
     assert "--config.model: is a section; set its settings: model.num_layers, " in refused("--config.model=3")
 
 
 @pytest.mark.parametrize("name", ["seed", "data.seed"])
 @pytest.mark.parametrize("seed", [2**32, 2**40, -1])
-def test_P65_seed_that_jax_would_alias_is_refused_with_the_range(name, seed, refused):
+def test_seed_that_jax_would_alias_is_refused_with_the_range(name, seed, refused):
     assert f"{name}={seed}: must be at least 0 and at most 4294967295" in refused(f"--config.{name}={seed}")
 
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
-def test_P65_seed_within_the_range_is_used_as_it_is(seed, cli):
+def test_seed_within_the_range_is_used_as_it_is(seed, cli):
     assert json.loads(cli("--print_config", f"--config.seed={seed}").out)["seed"] == seed
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope"])
-def test_P42_sequence_longer_than_the_positions_is_refused(positions, refused):
+def test_sequence_longer_than_the_positions_is_refused(positions, refused):
     message = refused(f"--config.model.positions={positions}", "--config.seq_len=24")
     assert "seq_len=24: longer than model.max_seq_len=16" in message
 
@@ -403,7 +403,7 @@ def test_P42_sequence_longer_than_the_positions_is_refused(positions, refused):
 # ---- length and schedule
 
 
-def test_P15_warm_up_as_long_as_the_run_is_a_ramp(cli, workdir):
+def test_warm_up_as_long_as_the_run_is_a_ramp(cli, workdir):
     argv = ["--config.steps=10", "--config.optimizer.warmup_steps=10", "--config.optimizer.learning_rate=1"]
     assert cli(*argv, "--config.optimizer.schedule=cosine").status == 0
     rates = series(read_jsonl(workdir), "train/learning_rate")
@@ -411,19 +411,19 @@ def test_P15_warm_up_as_long_as_the_run_is_a_ramp(cli, workdir):
 
 
 @pytest.mark.parametrize("length", [["--config.steps=10"], ["--config.steps=None", "--config.tokens=1280"]])
-def test_P15_warm_up_longer_than_the_run_is_refused(length, refused):
+def test_warm_up_longer_than_the_run_is_refused(length, refused):
     message = refused(*length, "--config.optimizer.warmup_steps=11")
     assert "optimizer.warmup_steps=11: longer than the run of 10 steps" in message
 
 
-def test_P18_zero_steps_end_with_status_0(cli, workdir):
+def test_zero_steps_end_with_status_0(cli, workdir):
     ended = cli("--config.steps=0")
     assert (ended.status, ended.err) == (0, "")
     assert "0 steps: nothing to train" in ended.out
     assert [line["step"] for line in read_jsonl(workdir)] == [0]
 
 
-def test_P18_negative_steps_are_refused(refused):
+def test_negative_steps_are_refused(refused):
     assert "steps=-1: must be at least 0" in refused("--config.steps=-1")
 
 
@@ -443,7 +443,7 @@ DOES_NOT_DIVIDE = {  # overrides -> what the message names: (setting, value, axi
 
 
 @pytest.mark.parametrize("overrides", DOES_NOT_DIVIDE, ids=lambda o: o.partition(" mesh")[0])
-def test_P54_size_that_does_not_divide_is_refused_by_name(overrides, refused):
+def test_size_that_does_not_divide_is_refused_by_name(overrides, refused):
     message = refused(*(f"--config.{o}" for o in overrides.split()))
     for part in DOES_NOT_DIVIDE[overrides]:
         assert part in message
@@ -458,7 +458,7 @@ def test_P54_size_that_does_not_divide_is_refused_by_name(overrides, refused):
         ("model.mlp.hidden=33 mesh.tensor=2", "model.mlp.hidden=33"),
     ],
 )  # fmt: skip
-def test_P54_refusal_names_the_setting_too(overrides, setting, refused):
+def test_refusal_names_the_setting_too(overrides, setting, refused):
     assert setting in refused(*(f"--config.{o}" for o in overrides.split()))
 
 
@@ -472,11 +472,11 @@ def test_P54_refusal_names_the_setting_too(overrides, setting, refused):
         ("mesh.data=-1", "mesh.data=-1, mesh.fsdp=-1, mesh.tensor=1: at most one axis may be -1"),
     ],
 )  # fmt: skip
-def test_P55_mesh_that_does_not_use_every_device_is_refused(overrides, message, refused):
+def test_mesh_that_does_not_use_every_device_is_refused(overrides, message, refused):
     assert message in refused(*(f"--config.{o}" for o in overrides.split()))
 
 
-def test_P55_the_rest_is_filled_and_the_global_batch_stays(cli):
+def test_the_rest_is_filled_and_the_global_batch_stays(cli):
     ended = cli("--config.mesh.data=-1", "--config.mesh.fsdp=1", "--config.mesh.tensor=2", "--config.steps=0")
     assert ended.status == 0
     assert "mesh data=4, fsdp=1, tensor=2" in ended.out
@@ -595,7 +595,7 @@ def skipping(trained) -> Run:
     return trained(*DIVERGES, "optimizer.nonfinite=skip")
 
 
-def test_P35_nonfinite_loss_ends_with_status_4_and_names_the_step(trained, skipping):
+def test_nonfinite_loss_ends_with_status_4_and_names_the_step(trained, skipping):
     stopped = trained(*DIVERGES, "log_every=100")
     assert stopped.status == 4
     (first, *_) = (n for n, loss in series(skipping.lines, "train/loss").items() if loss is None)
@@ -652,7 +652,7 @@ def process(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_P36_signal_ends_after_a_whole_step_saves_it_and_the_same_command_goes_on(number, process, cli, workdir):
+def test_signal_ends_after_a_whole_step_saves_it_and_the_same_command_goes_on(number, process, cli, workdir):
     alive = process('"step": 20,')
     # A second run in its directory is refused meanwhile.
     assert f"another run writes there (process {alive.pid} on " in refused_beside(cli)
@@ -684,7 +684,8 @@ def refused_beside(cli) -> str:
     return ended.err
 
 
-def test_P30_a_full_disk_ends_the_run_with_the_reason_and_the_earlier_checkpoint_whole(process, cli, workdir):
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_with_the_reason_and_the_earlier_checkpoint_whole(process, cli, workdir):
     alive = process('"step": 20,', "--config.checkpoint.every=15", "--config.model.mlp.hidden=2000")
     # No file may grow from now on beyond what arrays need: the second save fails, as on a disk that is full.
     resource.prlimit(alive.pid, resource.RLIMIT_FSIZE, (60_000, 60_000))

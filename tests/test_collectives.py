@@ -6,7 +6,7 @@ from collections import Counter
 
 import jax
 import pytest
-from common import MESHES, TINY, change
+from common import MESHES, TINY, change, slow
 from jax.sharding import PartitionSpec as P
 
 from minitf import job as job_lib
@@ -90,9 +90,9 @@ def sent(job):
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        *((mesh, {}) for mesh in MESHES),
+        *slow([(mesh, {}) for mesh in MESHES], but=[("fsdp8", {}), ("2x2x2", {})]),
         ("2x2x2", dict(model__remat="full")),
-        ("2x2x2", dict(loss__chunk=None, model__num_layers=3)),
+        pytest.param("2x2x2", dict(loss__chunk=None, model__num_layers=3), marks=pytest.mark.slow),
     ],
 )
 def test_a_step_sends_what_the_declarations_imply(mesh, changes):

@@ -123,7 +123,7 @@ def test_a_process_is_known_by_its_start():
     assert start_ticks(child.pid) is None
 
 
-def test_B17_a_hang_up_that_is_ignored_stays_so():
+def test_a_hang_up_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
     try:
         with stop_on_signals() as request:

@@ -4,7 +4,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from common import change, launch, make_mesh, random_params, run_module, text_config
+from common import change, launch, make_mesh, random_params, run_module, slow, text_config
 
 from minitf import evaluate, harness
 from minitf.data.frame import of_ids, of_tokenizer
@@ -46,7 +46,7 @@ def by_hand(model, texts, context):
     return np.array(nats)
 
 
-@pytest.mark.parametrize("context", [16, 48])
+@pytest.mark.parametrize("context", slow([16, 48], but=[16]))
 def test_bits_per_byte_are_those_by_hand_for_any_row_length_and_batch(context, model):
     data = evaluate.documents_of("texts", text_store(TEXTS), FRAME, FRAME, BYTES.byte_lengths)
     nats = by_hand(model, TEXTS, context)

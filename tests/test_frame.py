@@ -280,6 +280,7 @@ def tuned(made, tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_tuned_model_answers_and_stops_by_itself(tuned, tmp_path, capsys, monkeypatch):
     def answers(workdir, *arguments, stdin=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
@@ -340,7 +341,7 @@ def test_an_imported_folder_brings_its_template_and_all_its_ends(made, tmp_path)
     assert (tmp_path / "again" / SPECIALS_FILE).read_bytes() == (hf / SPECIALS_FILE).read_bytes()
 
 
-def test_P62_a_length_does_not_depend_on_the_neighbours():
+def test_a_length_does_not_depend_on_the_neighbours():
     cfg = change(TINY, model__max_seq_len=40, model__vocab_size=320).model
     writer = generate.writer_of(
         Model(Config(model=cfg), random_params(cfg), 0, Frame()), ByteTokenizer(), make_mesh("1")

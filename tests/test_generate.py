@@ -176,7 +176,7 @@ def written(workdir):
     return {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(tag)}
 
 
-def test_P24_P25_samples_leave_training_as_it_is_and_stand_beside_evaluation_and_saving(corpus, tmp_path, capsys):
+def test_samples_leave_training_as_it_is_and_stand_beside_evaluation_and_saving(corpus, tmp_path, capsys):
     plain = text_config(corpus, steps=5, model__dropout=0.1, eval_every=1, eval_batches=1, checkpoint__every=1)
     _, expected = launch(plain, tmp_path / "a")
     capsys.readouterr()

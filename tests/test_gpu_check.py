@@ -36,6 +36,7 @@ def test_shapes_have_the_parameters_that_they_are_named_for():
     assert 1.0e9 < count["1B"] < 1.2e9
 
 
+@pytest.mark.slow
 def test_attention_is_right_and_what_cannot_run_here_is_named():
     found = gpu_check.correctness(SMALL)
     assert found["right"] == {"reference": True, "blocked": True, "xla": True}

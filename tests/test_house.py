@@ -4,7 +4,10 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
 from common import ROOT
+
+pytestmark = pytest.mark.core
 
 CORE = (
     *("tables", "settings", "checks", "params"),

@@ -135,7 +135,7 @@ def test_gpt2_joins_queries_keys_and_values(tmp_path):
     np.testing.assert_array_equal(tensors["transformer.wpe.weight"], params["position_embedding"])
 
 
-def test_P51_consecutive_query_heads_read_one_key_value_head_after_import(tmp_path):
+def test_consecutive_query_heads_read_one_key_value_head_after_import(tmp_path):
     model = change(BASE, num_layers=1, dim=16, attention__num_heads=4, attention__head_dim=4, attention__bias="qkvo")
     save_run(tmp_path / "run", model)
     export_model(tmp_path / "run", tmp_path / "hf")
@@ -155,7 +155,7 @@ def test_P51_consecutive_query_heads_read_one_key_value_head_after_import(tmp_pa
     np.testing.assert_array_equal(np.asarray(y[0, 0]).reshape(4, 4)[:, 0], [10, 10, 20, 20])
 
 
-def test_P52_tied_embeddings_are_one_tensor_and_one_leaf_with_both_gradients(tmp_path):
+def test_tied_embeddings_are_one_tensor_and_one_leaf_with_both_gradients(tmp_path):
     _, hf, _ = exported(tmp_path, "llama_tied")
     assert json.loads((hf / "config.json").read_text())["tie_word_embeddings"] is True
     assert "lm_head.weight" not in load_file(hf / "model.safetensors")
@@ -201,7 +201,7 @@ LINES = {
 @pytest.mark.parametrize(
     "faults", [[f] for f in LINES] + [list(LINES)], ids=lambda fs: "+".join(f.__name__ for f in fs)
 )
-def test_P33_missing_extra_and_misshapen_tensors_are_listed(faults, tmp_path):
+def test_missing_extra_and_misshapen_tensors_are_listed(faults, tmp_path):
     _, hf, _ = exported(tmp_path)
     for fault in faults:
         edit(hf, fault)

@@ -7,6 +7,8 @@ from common import ROOT, TINY, change
 
 from minitf.loop import Due, decide, evaluation_due, is_saved
 
+pytestmark = pytest.mark.core
+
 STEPS = 10
 NOTHING = Due(evaluate=False, sample=False, save=False, profile=False, end=False)
 QUIET = change(TINY, steps=STEPS, eval_every=None, sample_every=None, checkpoint__every=None)

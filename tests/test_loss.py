@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import TINY, assert_close, change, fit, initial_params, make_mesh, random_batch, random_params
+from common import TINY, assert_close, change, fit, initial_params, make_mesh, random_batch, random_params, slow
 
 from minitf.model import reference
 from minitf.model.loss import LossConfig, Parts, loss_sums, mean, token_sums
@@ -24,7 +24,7 @@ def gradients(cfg):
     return jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))
 
 
-def test_P01_the_combiner_weighs_tokens_not_parts():
+def test_the_combiner_weighs_tokens_not_parts():
     w = jnp.eye(2, 4) * 0  # equal logits: every token costs ln 4
     sums = [
         token_sums(w, Parts(jnp.ones((1, n, 2)), jnp.zeros((1, n), int), jnp.full((1, n), c)), TINY.model)
@@ -34,9 +34,10 @@ def test_P01_the_combiner_weighs_tokens_not_parts():
     assert float(mean(total, jnp.float32(8))) == pytest.approx(1.75, abs=1e-6)
 
 
-@pytest.mark.parametrize("accumulation", [2, 4])
+@pytest.mark.core
+@pytest.mark.parametrize("accumulation", slow([2, 4], but=[4]))
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [0, 4, 1, 5, 2, 6, 3, 7]])  # unequal parts for any cut
-def test_P01_accumulation_does_not_change_loss_or_update(accumulation, order):
+def test_accumulation_does_not_change_loss_or_update(accumulation, order):
     batch = random_batch(SGD, weights=UNEQUAL[order])
     one, params_1 = fit(SGD, [batch])
     many, params_n = fit(change(SGD, accumulation=accumulation), [batch])
@@ -45,7 +46,7 @@ def test_P01_accumulation_does_not_change_loss_or_update(accumulation, order):
 
 
 @pytest.mark.parametrize("mesh", ["data8", "fsdp8"])
-def test_P02_the_spread_over_devices_does_not_change_loss_or_update(mesh):
+def test_the_spread_over_devices_does_not_change_loss_or_update(mesh):
     batch, params = random_batch(SGD, weights=UNEQUAL), random_params(SGD.model)
     one, params_1 = fit(SGD, [batch], params=params)
     many, params_n = fit(SGD, [batch], params=params, mesh=mesh)
@@ -53,7 +54,7 @@ def test_P02_the_spread_over_devices_does_not_change_loss_or_update(mesh):
     assert_close(params_n, params_1, 1e-5)
 
 
-def test_P03_the_auxiliary_loss_is_kept_apart_and_does_not_shrink_under_accumulation():
+def test_the_auxiliary_loss_is_kept_apart_and_does_not_shrink_under_accumulation():
     cfg = change(SGD, loss__z_loss=1e-2)
     batch, params = random_batch(cfg), initial_params(cfg)
     losses, grads = gradients(cfg)(params, batch)
@@ -65,7 +66,7 @@ def test_P03_the_auxiliary_loss_is_kept_apart_and_does_not_shrink_under_accumula
     assert "z_loss" not in gradients(SGD)(params, batch)[0]  # not asked for, not reported
 
 
-def test_P04_a_batch_without_targets_changes_nothing():
+def test_a_batch_without_targets_changes_nothing():
     batches = [random_batch(SGD, 0), random_batch(SGD, 1, weights=np.zeros((8, 16))), random_batch(SGD, 2)]
     losses, grads = gradients(SGD)(random_params(SGD.model), batches[1])
     assert float(losses["loss"]) == 0
@@ -76,7 +77,8 @@ def test_P04_a_batch_without_targets_changes_nothing():
     assert history[2]["train/loss"] == fit(SGD, [batches[0], batches[2]])[0][1]["train/loss"]
 
 
-def test_P05_the_content_and_length_of_padding_do_not_matter():
+@pytest.mark.core
+def test_the_content_and_length_of_padding_do_not_matter():
     weights = np.broadcast_to(np.arange(16) < 6, (8, 16))
     batch, params = random_batch(SGD, weights=weights), random_params(SGD.model)
     keep = weights.astype(bool)
@@ -89,9 +91,18 @@ def test_P05_the_content_and_length_of_padding_do_not_matter():
 
 @pytest.mark.parametrize(
     ("mesh", "accumulation", "seq_len", "tied"),
-    [("1", 1, 16, False), ("1", 2, 7, True), ("2x2x2", 2, 16, False), ("2x2x2", 1, 16, True), ("fsdp8", 1, 16, True)],
+    slow(
+        [
+            ("1", 1, 16, False),
+            ("1", 2, 7, True),
+            ("2x2x2", 2, 16, False),
+            ("2x2x2", 1, 16, True),
+            ("fsdp8", 1, 16, True),
+        ],
+        but=[("1", 2, 7, True), ("2x2x2", 2, 16, False)],
+    ),
 )
-def test_P08_the_untrained_loss_is_the_log_of_the_vocabulary(mesh, accumulation, seq_len, tied):
+def test_the_untrained_loss_is_the_log_of_the_vocabulary(mesh, accumulation, seq_len, tied):
     cfg = change(SGD, model__vocab_size=256, model__tie_embeddings=tied, accumulation=accumulation, seq_len=seq_len)
     params = random_params(cfg.model)
     name = "embedding" if tied else "head"
@@ -100,7 +111,7 @@ def test_P08_the_untrained_loss_is_the_log_of_the_vocabulary(mesh, accumulation,
     assert history[0]["train/loss"] == pytest.approx(5.545177, abs=1e-5)
 
 
-def test_P10_masked_targets_may_be_anything():
+def test_masked_targets_may_be_anything():
     weights = np.ones((8, 16))
     weights[:, 3:6] = 0
     batch, params = random_batch(SGD, weights=weights), random_params(SGD.model)
@@ -148,8 +159,10 @@ def test_whole_logits_never_exist_in_the_chunked_loss():
     assert "f32[8,16,1024]" in whole  # so that the search would have found it
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["data8", "fsdp8"])
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    slow([(n, t) for n in ("data8", "fsdp8") for t in (False, True)], but=[("data8", True), ("fsdp8", False)]),
+)
 def test_the_heads_gradient_is_summed_over_devices_once(name, tied):
     cfg, mesh = change(TINY, model__vocab_size=1024, loss__chunk=4, model__tie_embeddings=tied), make_mesh(name)
     specs = shardings(model_params(cfg.model), mesh)

@@ -101,7 +101,7 @@ def assert_same(found, expected, tolerance):
     ("name", "mesh", "inner"),
     [
         ("dropout", "8x1x1", None),
-        ("dropout", "1x8x1", None),
+        pytest.param("dropout", "1x8x1", None, marks=pytest.mark.slow),
         ("dropout", "1x8x1", 4),
         pytest.param("tied", "2x4x1", 2, marks=pytest.mark.slow),
         pytest.param("pattern", "2x4x1", None, marks=pytest.mark.slow),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import MESHES, TINY, assert_close, change, fit, make_mesh, random_batch, random_params
+from common import MESHES, TINY, assert_close, change, fit, make_mesh, random_batch, random_params, slow
 
 from minitf.model import kernels, ops
 from minitf.model.flops import flops_per_token
@@ -47,7 +47,7 @@ def test_future_tokens_have_zero_gradient(kernel, pattern):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_P09_packed_documents_do_not_see_each_other(kernel):
+def test_packed_documents_do_not_see_each_other(kernel):
     cfg = change(TINY, model__attention__implementation=kernel).model
     params = random_params(cfg)
     segments = jnp.asarray([[1] * 5 + [2] * 6 + [0] * 5])
@@ -61,8 +61,8 @@ def test_P09_packed_documents_do_not_see_each_other(kernel):
     np.testing.assert_allclose(run(params, ids)[:, 5:11], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_P06_a_row_of_padding_disturbs_nothing(kernel):
+@pytest.mark.parametrize("kernel", slow(KERNELS, but=["blocked"]))
+def test_a_row_of_padding_disturbs_nothing(kernel):
     cfg = change(TINY, batch_size=2, model__attention__implementation=kernel, data__isolate_documents=True)
     params, batch = random_params(cfg.model), random_batch(cfg)
     batch["weights"] = batch["weights"].at[1].set(0)
@@ -78,7 +78,7 @@ def test_P06_a_row_of_padding_disturbs_nothing(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_P51_consecutive_query_heads_share_a_key_value_head(kernel):
+def test_consecutive_query_heads_share_a_key_value_head(kernel):
     q = jnp.ones((1, 3, 4, 2))
     k = jnp.ones((1, 3, 2, 2))
     v = jnp.broadcast_to(jnp.asarray([10.0, 20.0])[:, None], (1, 3, 2, 2))
@@ -87,8 +87,11 @@ def test_P51_consecutive_query_heads_share_a_key_value_head(kernel):
 
 
 # 300 positions are three blocks of queries for blocked, the last one shorter.
-@pytest.mark.parametrize(("kernel", "length"), [("xla", 16), ("blocked", 16), ("blocked", 300)])
-@pytest.mark.parametrize("window", [None, 1, 5, 150])
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("kernel", "length"), slow([("xla", 16), ("blocked", 16), ("blocked", 300)], but=[("xla", 16), ("blocked", 300)])
+)
+@pytest.mark.parametrize("window", slow([None, 1, 5, 150], but=[None, 1, 150]))
 @pytest.mark.parametrize("segmented", [False, True])
 def test_kernels_agree_in_value_and_gradient(kernel, length, window, segmented):
     keys = jax.random.split(jax.random.key(0), 4)
@@ -120,7 +123,7 @@ def test_blocked_forms_near_half_of_the_square():
 # ---- positions
 
 
-def test_P49_rotary_angles_are_float32_whatever_the_compute_type():
+def test_rotary_angles_are_float32_whatever_the_compute_type():
     cos, sin = ops.rope_table(jnp.arange(1024)[None], ops.rope_frequencies(64, 10_000.0))
     exact = np.arange(1024)[:, None] * 10_000.0 ** (-np.arange(0, 64, 2) / 64)
     assert cos.dtype == sin.dtype == jnp.float32
@@ -135,7 +138,7 @@ def test_P49_rotary_angles_are_float32_whatever_the_compute_type():
     assert not np.array_equal(turned[256], turned[257])
 
 
-def test_P50_rotation_is_half_split():
+def test_rotation_is_half_split():
     table = tuple(f(jnp.asarray([1.0, 0.01]))[None, None, None] for f in (jnp.cos, jnp.sin))
     y = ops.rotate(jnp.asarray([1.0, 2.0, 3.0, 4.0])[None, None, None], table)
     np.testing.assert_allclose(y.ravel(), [-1.984111, 1.959901, 2.462378, 4.0198], atol=1e-6)
@@ -158,7 +161,7 @@ def equations(jaxpr):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
-def test_P11_softmax_norms_logits_and_loss_are_float32_in_bfloat16_compute(kernel, norm):
+def test_softmax_norms_logits_and_loss_are_float32_in_bfloat16_compute(kernel, norm):
     cfg = change(TINY, model__dtype="bfloat16", model__norm=norm, model__attention__implementation=kernel)
     batch, params = random_batch(cfg), random_params(cfg.model)
     jaxpr = jax.make_jaxpr(lambda p: step_lib.row_sums(p, batch, cfg)[0])(params)
@@ -180,7 +183,7 @@ def test_P11_softmax_norms_logits_and_loss_are_float32_in_bfloat16_compute(kerne
     assert {str(e.outvars[0].aval.dtype) for e in by_name["scan"] if e.outvars} == {"bfloat16"}  # the residual stream
 
 
-def test_P11_small_updates_are_not_lost_in_bfloat16_compute():
+def test_small_updates_are_not_lost_in_bfloat16_compute():
     cfg = change(TINY, model__dtype="bfloat16", optimizer__learning_rate=3e-4)
     metrics, _ = fit(cfg, [random_batch(cfg)])
     assert np.isfinite(metrics[0]["train/loss"])
@@ -209,7 +212,7 @@ def test_P11_small_updates_are_not_lost_in_bfloat16_compute():
 DROPPED = change(TINY, model__dropout=0.5, model__attention__num_kv_heads=4)
 
 
-def test_P21_masks_differ_by_step_row_and_seed_and_repeat():
+def test_masks_differ_by_step_row_and_seed_and_repeat():
     same = jnp.stack([tokens(DROPPED)[0]] * 2)  # equal rows: a difference is the mask's
     run = lambda step, rows, seed=0: np.asarray(
         hidden(
@@ -228,7 +231,7 @@ def test_P21_masks_differ_by_step_row_and_seed_and_repeat():
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_P21_the_step_draws_a_mask_for_each_row_layer_and_site(accumulation, monkeypatch):
+def test_the_step_draws_a_mask_for_each_row_layer_and_site(accumulation, monkeypatch):
     used = []
 
     def record(keys, x, rate):
@@ -243,11 +246,11 @@ def test_P21_the_step_draws_a_mask_for_each_row_layer_and_site(accumulation, mon
     assert len(set(used)) == 8 * (1 + 3 * 3)  # rows x (the embedding; three sites in each of three layers)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
-    ("mesh", "accumulation"),
-    [("1", 4), ("2x2x2", 2), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("data8", 1), ("1x2x4", 4)))],
+    ("mesh", "accumulation"), slow([("1", 4), ("2x2x2", 2), ("data8", 1), ("1x2x4", 4)], but=[("2x2x2", 2)])
 )
-def test_P21_neither_accumulation_nor_mesh_changes_masks(mesh, accumulation):
+def test_neither_accumulation_nor_mesh_changes_masks(mesh, accumulation):
     cfg = change(DROPPED, optimizer__kind="sgd", optimizer__learning_rate=0.1)
     batches = [random_batch(cfg, i) for i in range(2)]
     one, params_1 = fit(cfg, batches)
@@ -266,14 +269,16 @@ def test_dropout_keeps_the_mean_and_its_rate():
 # ---- rematerialisation, depth
 
 
-@pytest.mark.parametrize("remat", [r for r in REMAT if r != "none"])
+@functools.cache
+def temporary_bytes(remat: str) -> int:
+    cfg = change(TINY, model__remat=remat, model__num_layers=8, model__mlp__hidden=128)
+    step = jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))
+    return step.lower(random_params(cfg.model), random_batch(cfg)).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("remat", slow([r for r in REMAT if r != "none"], but=["products", "full", "qkv_context"]))
 def test_rematerialisation_keeps_less(remat):
     """`products` less than all, every other policy less than `products`."""
-
-    def temporary_bytes(remat):
-        cfg = change(TINY, model__remat=remat, model__num_layers=8, model__mlp__hidden=128)
-        step = jax.jit(functools.partial(step_lib.gradients, step=0, cfg=cfg))
-        return step.lower(random_params(cfg.model), random_batch(cfg)).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(remat) < temporary_bytes("none" if remat == "products" else "products")
 
@@ -287,7 +292,7 @@ def test_the_program_does_not_grow_with_depth():
     assert lines(48) == lines(4)
 
 
-@pytest.mark.parametrize("mesh", [m for m in MESHES if m not in ("1", "1x2x4")])
+@pytest.mark.parametrize("mesh", slow([m for m in MESHES if m not in ("1", "1x2x4")], but=["2x2x2"]))
 def test_no_involuntary_rematerialisation(mesh, capfd):
     batch, params = random_batch(TINY), random_params(TINY.model)
     mesh = make_mesh(mesh)

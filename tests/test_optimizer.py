@@ -19,19 +19,19 @@ def rates(cfg, steps, n):
     return [float(schedule(i)) for i in range(n)]
 
 
-def test_P15_warmup_of_zero_starts_at_the_peak_and_decays():
+def test_warmup_of_zero_starts_at_the_peak_and_decays():
     for kind in SCHEDULES:
         values = rates(change(PEAK, schedule=kind), 10, 10)
         assert values[0] == 1.0
         assert (values[-1] < 1.0) == (kind != "constant")
 
 
-def test_P15_warmup_as_long_as_the_run_is_a_ramp():
+def test_warmup_as_long_as_the_run_is_a_ramp():
     for kind in SCHEDULES:
         assert rates(change(PEAK, schedule=kind, warmup_steps=10), 10, 10) == pytest.approx([i / 10 for i in range(10)])
 
 
-def test_P16_schedule_values():
+def test_schedule_values():
     cfg = change(PEAK, warmup_steps=4, end_learning_rate=0.1)
     expected = [0, 0.25, 0.5, 0.75, 1, 0.939711, 0.775, 0.55, 0.325, 0.160289, 0.1, 0.1, 0.1]
     assert rates(cfg, 10, 13) == pytest.approx(expected, abs=1e-6)
@@ -57,7 +57,7 @@ def test_the_last_decay_steps_updates_and_no_others_have_rates_below_the_peak(wa
     assert found[-1] == 0
 
 
-def test_P16_the_logged_rate_is_the_rate_of_the_update():
+def test_the_logged_rate_is_the_rate_of_the_update():
     cfg = change(TINY, steps=6, optimizer__kind="sgd", optimizer__schedule="linear", optimizer__warmup_steps=3)
     batches = [random_batch(cfg, i) for i in range(6)]
     history, _ = fit(cfg, batches)
@@ -72,9 +72,10 @@ def zero_gradient_step(cfg, specs, params):
     return dict(named(optax.apply_updates(params, updates)))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("decay_embeddings", [False, True])
-def test_P14_decay_goes_by_kind(kind, decay_embeddings):
+def test_decay_goes_by_kind(kind, decay_embeddings):
     specs = model_params(
         change(TINY, model__positions="learned", model__mlp__bias=True, model__norm="layer_norm").model
     )
@@ -93,6 +94,7 @@ def test_P14_decay_goes_by_kind(kind, decay_embeddings):
         np.testing.assert_allclose(after[name], 0.95 if decayed else 1.0, rtol=1e-6 if decayed else 0, err_msg=name)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_stack_is_updated_like_its_layers_apart(kind):
     model = change(
@@ -161,7 +163,7 @@ def test_updates_are_the_same_on_every_mesh(kind, mesh):
         assert_close(params_n, params_1, 1e-4)
 
 
-def test_P12_accumulate_then_measure_then_clip():
+def test_accumulate_then_measure_then_clip():
     cfg = OptimizerConfig(kind="sgd", learning_rate=1.0, schedule="constant", weight_decay=0.0, clip_norm=1.0)
     spec = {"w": Param((2,), ("norm",), "bias")}
     tx = make_optimizer(cfg, spec, make_schedule(cfg, 1))
@@ -171,7 +173,7 @@ def test_P12_accumulate_then_measure_then_clip():
     np.testing.assert_allclose(updates["w"], [0, -0.2], atol=1e-7)  # 0.2 is within the norm: not clipped
 
 
-def test_P12_the_step_clips_the_accumulated_gradient_and_logs_its_norm_before():
+def test_the_step_clips_the_accumulated_gradient_and_logs_its_norm_before():
     cfg = change(TINY, optimizer=OptimizerConfig(kind="sgd", learning_rate=1.0, schedule="constant", clip_norm=0.05))
     batches, params = [random_batch(cfg)], random_params(cfg.model)
     whole, params_1 = fit(cfg, batches, params=params)
@@ -186,7 +188,7 @@ def test_P12_the_step_clips_the_accumulated_gradient_and_logs_its_norm_before():
 
 
 @pytest.mark.parametrize("mesh", ["2x2x2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("data8", "fsdp8"))])
-def test_P13_replicated_parameters_count_once_in_the_norm(mesh):
+def test_replicated_parameters_count_once_in_the_norm(mesh):
     cfg = change(
         TINY, model__mlp__bias=True, optimizer__kind="sgd", optimizer__clip_norm=0.1, optimizer__learning_rate=0.1
     )

@@ -143,7 +143,7 @@ def test_packings_by_document_need_to_know_documents(packing):
         rows_of(store_of([1, 0, 1]), 16, DataConfig(packing=packing))
 
 
-def test_P39_a_stray_id_is_an_error_in_packed_rows():
+def test_a_stray_id_is_an_error_in_packed_rows():
     store = store_of([5, 5, 5], vocab_size=12)
     rows = PackedRows(store, one_a_row(documents(store), 8), 8, segments=False)
     rows[0], rows[1]

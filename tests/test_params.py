@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from common import MESHES, TINY, change
+from common import MESHES, TINY, change, slow
 
 from minitf import job as job_lib
 from minitf.model.transformer import model_params
@@ -13,10 +13,12 @@ from minitf.params import Param, abstract_params, count_params, init_params, nam
 from minitf.sampling import unstacked
 from minitf.sharding.mesh import MeshConfig, surroundings
 
+pytestmark = pytest.mark.core
+
 WIDE = change(TINY, model__dim=256, model__num_layers=4).model
 
 
-def test_P56_stacked_initialisation_has_the_scale_of_one_layer():
+def test_stacked_initialisation_has_the_scale_of_one_layer():
     four = init_params(model_params(change(WIDE, init="fan_in")), jax.random.key(0))
     one = init_params(model_params(change(WIDE, init="fan_in", num_layers=1)), jax.random.key(0))
     up = np.asarray(four["blocks"][0]["mlp"]["up"])
@@ -57,7 +59,7 @@ P57 = change(
 
 
 @pytest.mark.parametrize(("tied", "total"), [(True, 1448), (False, 1704)])
-def test_P57_parameter_count(tied, total):
+def test_parameter_count(tied, total):
     specs = model_params(change(P57, tie_embeddings=tied))
     count = count_params(specs)
     assert count["total"] == total == sum(a.size for a in jax.tree.leaves(init_params(specs, jax.random.key(0))))
@@ -89,7 +91,7 @@ def first_state(mesh: str):
         return jax.tree.map(np.asarray, job_lib.program(job).init(jax.random.key(3)))
 
 
-@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "1"])
+@pytest.mark.parametrize("mesh", slow([name for name in MESHES if name != "1"], but=["2x2x2", "fsdp8"]))
 def test_initial_values_are_bit_identical_on_every_mesh(mesh):
     for (name, a), (_, b) in zip(named(first_state("1")), named(first_state(mesh)), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)

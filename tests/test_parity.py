@@ -114,7 +114,7 @@ def test_classic_settings_are_read_alike(torch, transformers, tmp_path):
         assert written[key] == tree[key]
 
 
-def test_P50_rotation_is_that_of_llama(torch, transformers):
+def test_rotation_is_that_of_llama(torch, transformers):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
@@ -126,7 +126,7 @@ def test_P50_rotation_is_that_of_llama(torch, transformers):
     np.testing.assert_allclose(np.ravel(mine), q.numpy().ravel(), atol=1e-6)
 
 
-def test_P52_a_trained_tied_model_is_exported_as_it_is_used(torch, transformers, corpus, tmp_path):
+def test_a_trained_tied_model_is_exported_as_it_is_used(torch, transformers, corpus, tmp_path):
     cfg = text_config(
         corpus, steps=20, model__tie_embeddings=True, checkpoint__last=True, optimizer__learning_rate=1e-2
     )

@@ -36,7 +36,7 @@ TRAIN = ["--config", "configs/tiny.py"]
         (profile_summary.main, [""], "DIR"),
     ],
 )
-def test_B14_an_empty_path_is_refused_by_its_name(main, command, setting, tmp_path, monkeypatch, capsys):
+def test_an_empty_path_is_refused_by_its_name(main, command, setting, tmp_path, monkeypatch, capsys):
     if "configs/tiny.py" not in command:
         monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
@@ -87,7 +87,7 @@ def test_a_run_inside_the_checkpoints_of_another_is_refused(tmp_path):
         begin(resolve(str(tmp_path / "checkpoints/10")), TINY, overwrite=True)
 
 
-def test_B13_links_are_followed_each_file_once(tmp_path):
+def test_links_are_followed_each_file_once(tmp_path):
     corpus, elsewhere = tmp_path / "corpus", tmp_path / "mnt/part2"
     corpus.mkdir()
     elsewhere.mkdir(parents=True)
@@ -107,7 +107,7 @@ def test_B13_links_are_followed_each_file_once(tmp_path):
     assert sorted(text for _, text in found) == [b"a", b"b0", b"b1", b"b2"]
 
 
-def test_B25_a_name_that_is_not_utf8_is_a_name(tmp_path):
+def test_a_name_that_is_not_utf8_is_a_name(tmp_path):
     for name in (b"caf\xe9.txt", b"plain.txt"):
         with open(os.fsencode(tmp_path) + b"/" + name, "w") as f:
             f.write("words " * 100)

@@ -69,7 +69,7 @@ def text_of(corpus, split):
 # ---- the order of rows
 
 
-def test_P26_each_epoch_is_another_permutation_of_all_rows_decided_by_the_seed():
+def test_each_epoch_is_another_permutation_of_all_rows_decided_by_the_seed():
     def epochs(seed):
         rows = training_rows(counting(40), 4, DataConfig(), seed)
         return row_numbers(batches_of(rows, 8, 15)).reshape(3, 40)
@@ -99,7 +99,7 @@ def test_without_shuffle_rows_come_in_order_epoch_after_epoch():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_P37_fewer_rows_than_a_batch_wrap_around(shuffle):
+def test_fewer_rows_than_a_batch_wrap_around(shuffle):
     rows = training_rows(counting(5), 4, DataConfig(shuffle=shuffle), 1)
     found = row_numbers(batches_of(rows, 8, 5))
     assert found.shape == (40,)
@@ -107,7 +107,7 @@ def test_P37_fewer_rows_than_a_batch_wrap_around(shuffle):
         assert sorted(epoch) == list(range(5))
 
 
-def test_P37_a_run_says_that_a_batch_repeats_rows(tmp_path):
+def test_a_run_says_that_a_batch_repeats_rows(tmp_path):
     write_ids(tmp_path / "train.bin", np.arange(5 * 16 + 1) % 64)
     write_ids(tmp_path / "val.bin", np.arange(17) % 64)
     cfg = change(TINY, data__kind="tokens", data__path=str(tmp_path))
@@ -125,7 +125,7 @@ def strided(hosts, batch_size):
 
 @pytest.mark.parametrize("shares", [contiguous, strided])
 @pytest.mark.parametrize(("items", "hosts"), [(2, 3), (1, 4), (5, 3), (5, 1), (24, 4)])
-def test_P38_every_host_reads_its_share_and_no_row_twice_in_an_epoch(items, hosts, shares):
+def test_every_host_reads_its_share_and_no_row_twice_in_an_epoch(items, hosts, shares):
     batch_size = 2 * hosts
     rows = training_rows(counting(items), 4, DataConfig(), 0)
     by_host = [HostBatches(rows, batch_size, share) for share in shares(hosts, batch_size)]
@@ -140,7 +140,7 @@ def test_P38_every_host_reads_its_share_and_no_row_twice_in_an_epoch(items, host
 
 @pytest.mark.parametrize("shares", [contiguous, strided])
 @pytest.mark.parametrize(("items", "hosts"), [(2, 3), (1, 4), (5, 3), (24, 4)])
-def test_P38_every_host_evaluates_as_many_batches_and_no_row_twice(items, hosts, shares):
+def test_every_host_evaluates_as_many_batches_and_no_row_twice(items, hosts, shares):
     batch_size = 2 * hosts
     rows = evaluation_rows(counting(items), 4, DataConfig(), batch_size, None)
     by_host = [list(HostBatches(rows, batch_size, share)) for share in shares(hosts, batch_size)]
@@ -149,7 +149,7 @@ def test_P38_every_host_evaluates_as_many_batches_and_no_row_twice(items, hosts,
     assert sorted(found) == list(range(items))
 
 
-def test_P38_no_rows_are_an_error_on_every_host():
+def test_no_rows_are_an_error_on_every_host():
     with pytest.raises(ValueError, match="counting: needs at least 5 tokens, found 1"):
         training_rows(counting(0), 4, DataConfig(), seed=0)
     with pytest.raises(ValueError, match="counting: needs at least 2 tokens, found 1"):
@@ -222,7 +222,7 @@ class Indices:
         return np.arange(s.start, min(s.stop, len(self)), dtype=np.int64) // 256
 
 
-def test_P43_shuffled_rows_reach_beyond_2_31_and_are_whole():
+def test_shuffled_rows_reach_beyond_2_31_and_are_whole():
     store = Store("large", Indices(), 3_000_000_000 // 256)
     seq_len = 1024
     rows = Rows(store, seq_len)
@@ -237,7 +237,7 @@ def test_P43_shuffled_rows_reach_beyond_2_31_and_are_whole():
     assert (starts < 2**31).mean() > 0.1
 
 
-def test_P43_a_token_file_beyond_2_31_splits_counts_and_reads_exactly(tmp_path):
+def test_a_token_file_beyond_2_31_splits_counts_and_reads_exactly(tmp_path):
     path, tokens = tmp_path / "ids.bin", 3_000_000_000
     with open(path, "wb") as f:
         f.truncate(tokens)
@@ -258,7 +258,7 @@ def test_P43_a_token_file_beyond_2_31_splits_counts_and_reads_exactly(tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 4, 5, 8])
-def test_P48_each_row_is_evaluated_once_whatever_the_batch_size(batch_size):
+def test_each_row_is_evaluated_once_whatever_the_batch_size(batch_size):
     ids = np.arange(35)
     rows = evaluation_rows(Store("ids", ids, 64), 8, DataConfig(), batch_size, None)
     batches = batches_of(rows, batch_size, None)
@@ -270,7 +270,7 @@ def test_P48_each_row_is_evaluated_once_whatever_the_batch_size(batch_size):
     np.testing.assert_array_equal(targets[weights > 0], ids[1:])
 
 
-def test_P48_evaluation_loss_is_the_same_for_every_batch_size():
+def test_evaluation_loss_is_the_same_for_every_batch_size():
     cfg = change(TINY, seq_len=8, model__num_layers=1)
     params = random_params(cfg.model)
     ids = np.random.default_rng(0).integers(0, 64, 35)
@@ -299,7 +299,7 @@ def test_a_part_of_the_evaluation_rows_is_spread_over_the_split(batches, chosen)
 # ---- wrong ids
 
 
-def test_P07_nine_tokens_train_one_step_at_length_eight():
+def test_nine_tokens_train_one_step_at_length_eight():
     cfg = change(TINY, batch_size=1, seq_len=8, steps=1, model__num_layers=1)
     rows = training_rows(Store("ids", np.arange(9), 64), 8, cfg.data, 0)
     (batch,) = batches_of(rows, 1, 1)
@@ -308,7 +308,7 @@ def test_P07_nine_tokens_train_one_step_at_length_eight():
     assert np.isfinite(history[0]["train/loss"])
 
 
-def test_P07_eight_tokens_at_length_eight_are_refused_before_training(tmp_path):
+def test_eight_tokens_at_length_eight_are_refused_before_training(tmp_path):
     write_ids(tmp_path / "train.bin", range(8))
     write_ids(tmp_path / "val.bin", range(9))
     cfg = change(TINY, batch_size=1, seq_len=8, data__kind="tokens", data__path=str(tmp_path))
@@ -317,7 +317,7 @@ def test_P07_eight_tokens_at_length_eight_are_refused_before_training(tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_P39_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_sizes(tokenizer, tmp_path):
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_sizes(tokenizer, tmp_path):
     path = write_text(tmp_path / "a.txt", "".join(map(chr, range(32, 97))))
     size = load(DataConfig(kind="text", path=str(path), tokenizer=tokenizer), None).tokenizer.vocab_size
     cfg = DataConfig(kind="text", path=str(path), tokenizer=tokenizer)
@@ -330,7 +330,7 @@ def test_P39_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_sizes(t
 @pytest.mark.parametrize(
     ("bad", "dtype"), [(-1, "int32"), (-100, "int32"), (64, "int32"), (70, "uint8"), (65535, "uint16")]
 )
-def test_P10_P39_a_bad_id_stops_the_batch_that_would_use_it(bad, dtype, tmp_path):
+def test_a_bad_id_stops_the_batch_that_would_use_it(bad, dtype, tmp_path):
     ids = np.arange(40 * 16 + 1) % 64
     ids[330] = bad  # row 20, in batch 2
     path = write_ids(tmp_path / "ids.bin", ids, dtype)
@@ -383,7 +383,7 @@ def run_main(tmp_path, capsys, monkeypatch):
     return run
 
 
-def test_P39_a_run_ends_at_a_stray_id_with_status_2_and_one_message(tmp_path, run_main):
+def test_a_run_ends_at_a_stray_id_with_status_2_and_one_message(tmp_path, run_main):
     ids = np.arange(40 * 16 + 1) % 64
     ids[330] = 65535  # in the third batch
     path = write_ids(tmp_path / "ids.bin", ids)
@@ -395,7 +395,7 @@ def test_P39_a_run_ends_at_a_stray_id_with_status_2_and_one_message(tmp_path, ru
     assert steps in ([1], [1, 2])
 
 
-def test_P39_a_run_with_a_tokenizer_too_large_ends_with_status_2_and_one_message(tmp_path, run_main):
+def test_a_run_with_a_tokenizer_too_large_ends_with_status_2_and_one_message(tmp_path, run_main):
     path = write_text(tmp_path / "a.txt", TEXT)
     status, errors = run_main("--config.data.kind=text", f"--config.data.path={path}")
     assert status == 2
@@ -408,7 +408,7 @@ def test_P39_a_run_with_a_tokenizer_too_large_ends_with_status_2_and_one_message
 
 @pytest.mark.parametrize("seq_len", [1, 5, 1000])
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_P44_a_file_comes_back_from_its_rows_byte_for_byte(tokenizer, seq_len, tmp_path):
+def test_a_file_comes_back_from_its_rows_byte_for_byte(tokenizer, seq_len, tmp_path):
     text = b"\xef\xbb\xbfa\r\nb\n\n\tc" * 5
     corpus = load(DataConfig(kind="text", path=str(write_text(tmp_path / "a.txt", text)), tokenizer=tokenizer), None)
     back = b""
@@ -421,7 +421,7 @@ def test_P44_a_file_comes_back_from_its_rows_byte_for_byte(tokenizer, seq_len, t
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_P45_empty_files_leave_nothing_and_later_ones_are_read(tokenizer, tmp_path):
+def test_empty_files_leave_nothing_and_later_ones_are_read(tokenizer, tmp_path):
     for name, text in {"a.txt": "", "b.txt": "\n\n\n", "c/d.txt": "later", "e.txt": ""}.items():
         write_text(tmp_path / "in" / name, text)
     cfg = DataConfig(kind="text", path=str(tmp_path / "in"), tokenizer=tokenizer, val_fraction=1e-9)
@@ -432,7 +432,7 @@ def test_P45_empty_files_leave_nothing_and_later_ones_are_read(tokenizer, tmp_pa
 
 
 @pytest.mark.parametrize("files", [[], ["a.txt"], ["a.txt", "b/c.txt"], [".hidden"]])
-def test_P45_a_corpus_without_text_is_an_error(files, tmp_path):
+def test_a_corpus_without_text_is_an_error(files, tmp_path):
     (tmp_path / "in").mkdir()
     for name in files:
         write_text(tmp_path / "in" / name, "")

@@ -161,6 +161,7 @@ def test_what_does_not_fit_says_how_much_it_needs_and_ends_with_its_status(tmp_p
     assert "does not fit: needs" in describe_plan(p)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_several_topologies_in_one_call_make_a_table(tmp_path):
     flags = arguments(change(TOY, model__num_layers=1), tmp_path / "w")

@@ -963,7 +963,7 @@ def test_words_do_not_depend_on_how_a_text_comes():
 
 
 @pytest.mark.parametrize("name", ["x.json", "y.json", "x.json.gz", "x.jsonl.bz2", "x.jsonl.xz", "x.csv", "x.tsv"])
-def test_B12_records_are_read_whatever_holds_them(name, tmp_path):
+def test_records_are_read_whatever_holds_them(name, tmp_path):
     import bz2
     import csv
     import lzma
@@ -996,7 +996,7 @@ def test_B12_records_are_read_whatever_holds_them(name, tmp_path):
         ("x.jsonl.xz", b"no xz", "cannot be read to its end"),
     ],
 )
-def test_B12_what_holds_no_text_is_refused(name, contents, message, tmp_path, capsys):
+def test_what_holds_no_text_is_refused(name, contents, message, tmp_path, capsys):
     (tmp_path / name).write_bytes(contents)
     err = refused(capsys, tmp_path / "out", tmp_path / name)
     assert name in err
@@ -1005,12 +1005,12 @@ def test_B12_what_holds_no_text_is_refused(name, contents, message, tmp_path, ca
         assert texts(prepare(tmp_path / "out", tmp_path / name, as_text=True, val_fraction=0)) == [contents.decode()]
 
 
-def test_B12_a_key_of_records_without_records_is_refused(tmp_path, capsys):
+def test_a_key_of_records_without_records_is_refused(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("some text")
     assert "--text_key body: has no effect" in refused(capsys, tmp_path / "out", tmp_path / "x.txt", text_key="body")
 
 
-def test_B22_a_long_text_has_its_ids_where_the_tokenizer_marks_each_text(tmp_path, monkeypatch):
+def test_a_long_text_has_its_ids_where_the_tokenizer_marks_each_text(tmp_path, monkeypatch):
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "▁a", "ab"]

@@ -62,7 +62,7 @@ def assert_equal_runs(a, b, tolerance=1e-5):
 @pytest.mark.parametrize(
     ("n", "devices", "meshes"),
     [
-        (2, 2, ("fsdp", "tp across")),
+        pytest.param(2, 2, ("fsdp", "tp across"), marks=pytest.mark.slow),
         pytest.param(2, 4, ("dp", "tp inside"), marks=pytest.mark.slow),
         pytest.param(4, 2, ("dp", "tp across"), marks=pytest.mark.slow),
         pytest.param(4, 2, ("hybrid",), marks=pytest.mark.slow),
@@ -181,7 +181,7 @@ def test_what_one_process_cannot_read_no_process_restores(corpus, tmp_path):
 # ---- refused
 
 
-def test_P54_P55_what_does_not_fit_ends_all_processes_with_one_message(corpus, tmp_path):
+def test_what_does_not_fit_ends_all_processes_with_one_message(corpus, tmp_path):
     cfg = configured(corpus)
     commands = {
         "mesh.data=3, mesh.fsdp=1, mesh.tensor=1: the product is 3, but there are 4 devices": dict(
@@ -234,7 +234,7 @@ def test_a_process_that_does_not_come_is_named(corpus, tmp_path):
 # ---- rows
 
 
-def test_P38_P48_every_row_of_a_batch_is_read_once_and_all_processes_see_as_many_batches(tmp_path):
+def test_every_row_of_a_batch_is_read_once_and_all_processes_see_as_many_batches(tmp_path):
     cases = [
         dict(rows=rows, tokens=rows * 4 + 1 - short, batch_size=8, batches=6, mesh=mesh)
         # Fewer rows than processes, fewer than a batch, many; and a last row that is not full.

@@ -83,6 +83,7 @@ def test_a_run_that_ends_within_its_profile_writes_it(tmp_path):
     assert len(profiles(tmp_path / "more")) == 1
 
 
+@pytest.mark.slow
 def test_a_profile_that_cannot_be_made_or_written_is_told_and_the_run_goes_on(
     plain, corpus, tmp_path, capfd, monkeypatch
 ):

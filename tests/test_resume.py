@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import psutil
 import pytest
-from common import ROOT, TINY, change, launch, series, text_config
+from common import ROOT, TINY, change, launch, series, slow, text_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from watched_rows import Watched
 
@@ -117,7 +117,7 @@ def undisturbed(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("cut", [13, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 10))])  # 5: an epoch's edge
-def test_P20_interrupted_run_equals_the_uninterrupted(corpus, undisturbed, tmp_path, cut):
+def test_interrupted_run_equals_the_uninterrupted(corpus, undisturbed, tmp_path, cut):
     whole = undisturbed()
     launch(saving(corpus, steps=cut), tmp_path / "w")
     status, lines = launch(saving(corpus), tmp_path / "w")
@@ -134,7 +134,7 @@ def test_P20_interrupted_run_equals_the_uninterrupted(corpus, undisturbed, tmp_p
 
 
 @pytest.mark.slow
-def test_P20_killed_run_equals_the_undisturbed(corpus, undisturbed, tmp_path):
+def test_killed_run_equals_the_undisturbed(corpus, undisturbed, tmp_path):
     with killed_after(17):
         launch(saving(corpus, checkpoint__every=5), tmp_path / "w")
     status, _ = launch(saving(corpus, checkpoint__every=5), tmp_path / "w")
@@ -143,7 +143,7 @@ def test_P20_killed_run_equals_the_undisturbed(corpus, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_P21_dropout_goes_on_where_it_was(corpus, undisturbed, tmp_path):
+def test_dropout_goes_on_where_it_was(corpus, undisturbed, tmp_path):
     changes = dict(model__dropout=0.5, data__shuffle=False)
     whole = undisturbed(**changes)
     launch(saving(corpus, steps=10, **changes), tmp_path / "w")
@@ -178,7 +178,7 @@ def batches_of(folder, positions, n):
     return out
 
 
-def test_P22_a_new_process_goes_on_at_any_position(tmp_path):
+def test_a_new_process_goes_on_at_any_position(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     for i in range(40):
@@ -199,14 +199,14 @@ def test_P22_a_new_process_goes_on_at_any_position(tmp_path):
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(7, marks=pytest.mark.slow)])
-def test_P24_saving_evaluating_and_logging_change_nothing(corpus, undisturbed, tmp_path, every):
+def test_saving_evaluating_and_logging_change_nothing(corpus, undisturbed, tmp_path, every):
     cfg = saving(corpus, checkpoint__every=every, eval_every=every, log_every=every, checkpoint__keep=1)
     status, _ = launch(cfg, tmp_path / "w")
     assert status == 0
     same(undisturbed(), tmp_path / "w")
 
 
-def test_P25_evaluating_and_saving_every_step_saves_the_values_after_it(corpus, undisturbed, tmp_path):
+def test_evaluating_and_saving_every_step_saves_the_values_after_it(corpus, undisturbed, tmp_path):
     cfg = saving(corpus, steps=5, eval_every=1, checkpoint__every=1)
     assert launch(cfg, tmp_path / "w")[0] == 0
     for step in (3, 5):
@@ -219,7 +219,7 @@ def test_saves_go_by_the_clock_too(corpus, tmp_path, minutes, saved):
     assert sorted(p.name for p in (tmp_path / "w/checkpoints").iterdir()) == saved
 
 
-def test_P17_checkpoints_count_optimizer_steps(corpus, tmp_path):
+def test_checkpoints_count_optimizer_steps(corpus, tmp_path):
     launch(saving(corpus, steps=12, accumulation=4, checkpoint__every=6), tmp_path / "w")
     assert sorted(p.name for p in (tmp_path / "w/checkpoints").iterdir()) == ["12", "6"]
     assert about(tmp_path / "w", 6)["data"]["next_batch"] == 6
@@ -244,7 +244,7 @@ def test_a_stopped_run_saves_at_once_and_evaluates_when_it_goes_on(corpus, undis
     same(whole, tmp_path / "w")
 
 
-@pytest.mark.parametrize("doing", ["evaluate", "sample"])
+@pytest.mark.parametrize("doing", slow(["evaluate", "sample"], but=["evaluate"]))
 def test_a_stop_in_the_middle_of_long_work_is_acted_on_at_once(doing, corpus, undisturbed, tmp_path, monkeypatch):
     """A signal while an evaluation or a sample takes long: what is done is saved, and the evaluation is made up for."""
     cfg = saving(corpus, steps=10, eval_every=4, sample_every=4, sample__prompts=("a",))
@@ -334,10 +334,10 @@ SMALLER = (MeshConfig(1, 1, 1), MeshConfig(1, 2, 1), MeshConfig(2, 2, 1))
 
 @pytest.mark.parametrize(
     "mesh",
-    [MeshConfig(2, 2, 2), BY_HAND, *(pytest.param(m, marks=pytest.mark.slow) for m in SMALLER)],
+    [MeshConfig(2, 2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in (BY_HAND, *SMALLER))],
     ids=lambda m: f"{m.data}x{m.fsdp}x{m.tensor}-{m.collectives}",
 )
-def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
+def test_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
     cfg, at5, eight = on_eight
     shutil.copytree(at5, tmp_path / "w")
     devices = mesh.data * mesh.fsdp * mesh.tensor
@@ -363,7 +363,7 @@ def test_P28_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved_on", "restored_on"), [((1, 1, 2), (1, 1, 1)), ((1, 1, 1), (1, 1, 2))])
-def test_P53_saved_on_one_tensor_axis_restored_on_another(corpus, tmp_path, saved_on, restored_on):
+def test_saved_on_one_tensor_axis_restored_on_another(corpus, tmp_path, saved_on, restored_on):
     def cfg(mesh, **changes):
         return saving(corpus, model__vocab_size=64, mesh__tensor=mesh[2], accumulation=1, **changes)
 
@@ -382,7 +382,7 @@ def refusal(*args, **kwargs) -> str:
     return str(refused.value)
 
 
-def test_P19_finished_run_says_so_and_changes_nothing(corpus, tmp_path, capsys, monkeypatch):
+def test_finished_run_says_so_and_changes_nothing(corpus, tmp_path, capsys, monkeypatch):
     launch(saving(corpus, steps=5), tmp_path / "w")
     before = {p: p.read_bytes() for p in (tmp_path / "w").rglob("*") if p.is_file() and p.name != "events.jsonl"}
     monkeypatch.setattr(loop, "training_batches", None)  # neither read nor compiled for
@@ -395,20 +395,20 @@ def test_P19_finished_run_says_so_and_changes_nothing(corpus, tmp_path, capsys, 
     assert after == before
 
 
-def test_P18_zero_steps_save_step_0_and_can_go_on(corpus, undisturbed, tmp_path):
+def test_zero_steps_save_step_0_and_can_go_on(corpus, undisturbed, tmp_path):
     assert launch(saving(corpus, steps=0), tmp_path / "w")[0] == 0
     assert about(tmp_path / "w", 0)["data"]["next_batch"] == 0
     assert launch(saving(corpus), tmp_path / "w")[0] == 0
     same(undisturbed(), tmp_path / "w")
 
 
-def test_P23_another_batch_size_is_refused_with_both(corpus, tmp_path):
+def test_another_batch_size_is_refused_with_both(corpus, tmp_path):
     launch(saving(corpus, steps=5, batch_size=4), tmp_path / "w")
     message = refusal(saving(corpus, steps=10, batch_size=8), tmp_path / "w")
     assert "holds a run with other settings\n  batch_size: 4 -> 8\n" in message
 
 
-def test_P27_a_more_steps_go_on_and_say_from_where(corpus, tmp_path, capsys):
+def test_a_more_steps_go_on_and_say_from_where(corpus, tmp_path, capsys):
     launch(saving(corpus, steps=5), tmp_path / "w")
     launch(saving(corpus, steps=8, optimizer__learning_rate=0.25), tmp_path / "w")
     out = capsys.readouterr().out
@@ -453,7 +453,7 @@ def test_another_schedule_says_old_and_new_rate_of_its_first_step(corpus):
         (dict(model__attention__num_kv_heads=4, seed=2), "seed: 0 -> 2\n  model.attention.num_kv_heads: 2 -> 4"),
     ],
 )
-def test_P27_b_what_must_not_change_is_refused_with_old_and_new(corpus, tmp_path, changes, lines):
+def test_b_what_must_not_change_is_refused_with_old_and_new(corpus, tmp_path, changes, lines):
     config_of = lambda cfg: job_lib.prepare(cfg, jax.devices()[:1]).cfg
     workdir = resolve(str(tmp_path))
     begin(workdir, config_of(saving(corpus, steps=1)))
@@ -466,7 +466,7 @@ def test_P27_b_what_must_not_change_is_refused_with_old_and_new(corpus, tmp_path
     assert (tmp_path / "config.json").read_bytes() == before
 
 
-def test_P27_c_other_contents_of_the_data_are_refused(corpus, tmp_path):
+def test_c_other_contents_of_the_data_are_refused(corpus, tmp_path):
     path = tmp_path / "train.txt"
     path.write_text((corpus / "train.txt").read_text())
     cfg = saving(corpus, steps=5, data__path=str(path))
@@ -477,7 +477,7 @@ def test_P27_c_other_contents_of_the_data_are_refused(corpus, tmp_path):
     assert launch(saving(corpus, steps=8), tmp_path / "w")[0] == 0
 
 
-def test_P27_d_P32_overwrite_starts_anew_and_saves_below_the_older_steps(corpus, tmp_path):
+def test_overwrite_starts_anew_and_saves_below_the_older_steps(corpus, tmp_path):
     launch(saving(corpus, steps=8), tmp_path / "w")
     _, lines = launch(saving(corpus, steps=6, seed=5, checkpoint__every=3), tmp_path / "w", overwrite=True)
     assert list(series(lines, "train/loss")) == [1, 2, 3, 4, 5, 6]
@@ -553,7 +553,7 @@ def test_init_from_takes_the_parameters_alone(corpus, undisturbed, tmp_path):
 # ---- faults
 
 
-def test_P30_resume_from_the_newest_good_checkpoint_is_told_and_loses_nothing(corpus, undisturbed, tmp_path, capsys):
+def test_resume_from_the_newest_good_checkpoint_is_told_and_loses_nothing(corpus, undisturbed, tmp_path, capsys):
     with killed_after(17):
         launch(saving(corpus, checkpoint__every=5), tmp_path / "w")
     truncate(largest_file(resolve(str(tmp_path / "w/checkpoints/15"))))
@@ -579,7 +579,7 @@ def poisoned(at):
     return batches
 
 
-def test_P35_nan_stops_the_run_and_is_never_saved(corpus, undisturbed, tmp_path, monkeypatch):
+def test_nan_stops_the_run_and_is_never_saved(corpus, undisturbed, tmp_path, monkeypatch):
     cfg = saving(corpus, checkpoint__every=5)
     monkeypatch.setattr(loop, "training_batches", poisoned(7))
     with pytest.raises(services.NonFinite, match=r"^step 7: loss .*, gradient norm nan"):
@@ -592,7 +592,7 @@ def test_P35_nan_stops_the_run_and_is_never_saved(corpus, undisturbed, tmp_path,
 
 
 @pytest.mark.slow
-def test_P35_an_update_that_is_not_finite_is_neither_applied_nor_saved(corpus, tmp_path):
+def test_an_update_that_is_not_finite_is_neither_applied_nor_saved(corpus, tmp_path):
     # The loss and the gradient of step 1 are finite.
     cfg = saving(corpus, steps=1, optimizer__kind="sgd", optimizer__learning_rate=1e38)
     with pytest.raises(services.NonFinite, match=r"^step 1: loss .*, but the update .* is not finite"):
@@ -617,7 +617,7 @@ def test_an_evaluation_that_meets_a_bad_id_ends_the_run_after_a_save(corpus, und
     same(undisturbed(eval_every=6, eval_batches=1), tmp_path / "w")
 
 
-def test_P47_a_failing_record_ends_the_run_with_its_error_and_the_last_good_step(corpus, undisturbed, tmp_path):
+def test_a_failing_record_ends_the_run_with_its_error_and_the_last_good_step(corpus, undisturbed, tmp_path):
     real = pipeline.training_rows
 
     def failing(*args):
@@ -671,7 +671,7 @@ def test_every_new_best_is_saved(corpus, tmp_path):
     assert [e["step"] for e in events if e["event"] == "save" and e["state"] == "end"] == sorted({*best, 20})
 
 
-def test_P66_tensorboard_and_json_have_each_step_once(corpus, tmp_path):
+def test_tensorboard_and_json_have_each_step_once(corpus, tmp_path):
     cfg = saving(corpus, steps=30, checkpoint__every=10, eval_every=10)
     with killed_after(17):
         launch(cfg, tmp_path / "w")

@@ -195,7 +195,7 @@ def test_many_starts_at_once_leave_one_run(workdir):
     "name",
     ["~/with space/é/", *(pytest.param(n, marks=pytest.mark.slow) for n in ("runs/a", "runs/../runs/a", "link/a"))],
 )
-def test_P29_any_form_of_a_path_trains_and_resumes(corpus, tmp_path, monkeypatch, name):
+def test_any_form_of_a_path_trains_and_resumes(corpus, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
@@ -259,6 +259,7 @@ def object_store(tmp_path, monkeypatch):
     return "s3://bucket/a run", folder
 
 
+@pytest.mark.slow
 def test_an_object_store_holds_a_run_that_resumes(corpus, object_store):
     workdir, folder = object_store
     cfg = text_config(corpus, checkpoint__last=True)

@@ -19,6 +19,8 @@ from minitf.sharding.rules import RULES, mesh_axes, shardings
 from minitf.sharding.seams import gather, pin
 from minitf.training import step as step_lib
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize(
     ("cfg", "shape"),
@@ -30,7 +32,7 @@ from minitf.training import step as step_lib
         (MeshConfig(data=-1, fsdp=1, tensor=2), (4, 1, 2)),
     ],
 )
-def test_P55_minus_one_fills_the_rest(cfg, shape):
+def test_minus_one_fills_the_rest(cfg, shape):
     assert mesh_shape(cfg, 8) == (shape, (1, 1, 1))
     assert shape == tuple(mesh_sizes(mesh_of(cfg)).values())
 
@@ -44,7 +46,7 @@ def test_P55_minus_one_fills_the_rest(cfg, shape):
         (MeshConfig(data=-1, fsdp=-1), ["at most one"]),
     ],
 )
-def test_P55_a_mesh_that_does_not_fit_is_refused(cfg, words):
+def test_a_mesh_that_does_not_fit_is_refused(cfg, words):
     with pytest.raises(ValueError) as e:
         mesh_shape(cfg, 8)
     for word in words:
@@ -126,7 +128,7 @@ def test_hosts_lie_outermost_in_each_axis(monkeypatch):
         ("2x2x2", dict(vocab_size=65), "embedding: axis 'vocab' has size 65", "model.vocab_size=65"),
     ],
 )
-def test_P54_a_size_that_does_not_divide_names_parameter_axis_and_sizes(mesh, changes, at, setting):
+def test_a_size_that_does_not_divide_names_parameter_axis_and_sizes(mesh, changes, at, setting):
     with pytest.raises(ValueError) as e:
         shardings(model_params(change(TINY.model, **changes)), make_mesh(mesh))
     axis, n = {"1x2x4": ("tensor", 4), "fsdp8": ("fsdp", 8), "2x2x2": ("tensor", 2)}[mesh]
@@ -198,7 +200,7 @@ def test_table_adds_up_to_the_bytes_on_a_device():
 
 
 @pytest.mark.parametrize("mesh", ["2x2x2", "1x2x4"])
-def test_P53_attention_is_the_same_under_tensor_parallelism(mesh):
+def test_attention_is_the_same_under_tensor_parallelism(mesh):
     cfg = change(TINY, model__attention__num_kv_heads=4, optimizer__kind="sgd", optimizer__learning_rate=0.1)
     batches, params = [random_batch(cfg)] * 2, random_params(cfg.model)
     one, params_1 = fit(cfg, batches, params=params)

@@ -101,7 +101,7 @@ def test_isolate_needs_to_know_where_documents_end():
         Rows(store_of(range(9)), 8, isolate=True)
 
 
-def test_P07_nine_tokens_are_one_row_of_eight():
+def test_nine_tokens_are_one_row_of_eight():
     rows = Rows(store_of(range(9)), 8)
     assert len(rows) == 1
     assert rows[0]["inputs"].tolist() == list(range(8))
@@ -117,7 +117,7 @@ def test_P07_nine_tokens_are_one_row_of_eight():
         (1, True, "ids: needs at least 2 tokens, found 1"),
     ],
 )
-def test_P07_too_few_tokens_are_refused_with_both_numbers(tokens, tail, message):
+def test_too_few_tokens_are_refused_with_both_numbers(tokens, tail, message):
     with pytest.raises(ValueError, match=message):
         Rows(store_of(range(tokens)), 8, tail=tail)
 
@@ -131,7 +131,7 @@ def test_a_row_outside_is_an_index_error(i):
 @pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
 @pytest.mark.parametrize("bad", [-1, -100, 64])
 @pytest.mark.parametrize("at", [0, 9, 16])
-def test_P10_a_bad_target_is_an_error_with_its_value_and_place(bad, at, dtype):
+def test_a_bad_target_is_an_error_with_its_value_and_place(bad, at, dtype):
     ids = np.arange(17)
     ids[at] = bad
     rows = Rows(store_of(ids, dtype=dtype), 8)
@@ -142,7 +142,7 @@ def test_P10_a_bad_target_is_an_error_with_its_value_and_place(bad, at, dtype):
 @pytest.mark.parametrize(
     ("bad", "dtype"), [(64, "uint8"), (70, "uint8"), (65535, "uint16"), (2**32 - 1, "uint32"), (2**64 - 1, "uint64")]
 )
-def test_P39_a_stray_id_is_an_error_in_its_row_and_in_no_other(bad, dtype, tmp_path):
+def test_a_stray_id_is_an_error_in_its_row_and_in_no_other(bad, dtype, tmp_path):
     ids = np.arange(33).astype(dtype)
     ids[18:20] = bad
     path = tmp_path / "train.bin"
@@ -280,7 +280,7 @@ def id_at(t):
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 16, 1000, 4096])
-def test_P43_counts_and_rows_beyond_2_31_are_exact(large, seq_len):
+def test_counts_and_rows_beyond_2_31_are_exact(large, seq_len):
     store = open_tokens(large, "uint8", 64, None)
     assert len(store) == TOKENS
     rows, padded = Rows(store, seq_len), Rows(store, seq_len, tail=True)
@@ -295,7 +295,7 @@ def test_P43_counts_and_rows_beyond_2_31_are_exact(large, seq_len):
     assert last["targets"][last["weights"] > 0][-1] == PATTERN[-1]
 
 
-def test_P43_documents_beyond_2_31_begin_where_they_should(large):
+def test_documents_beyond_2_31_begin_where_they_should(large):
     store = open_tokens(large, "uint8", 64, None)
     start = TOKENS - 17
     offsets = np.array([0, 5, start, start + 4, start + 9, TOKENS], np.int64)

@@ -202,8 +202,12 @@ def test_tokens_are_targets_that_count_and_positions_are_told_apart(stores, tmp_
 
 
 @named
-@pytest.mark.parametrize("mixture", [None, {"large": 0.7, "small": 0.3}], ids=["alone", "mixture"])
-def test_P26_each_epoch_is_another_permutation_decided_by_the_seed(mixture, packing, stores):
+@pytest.mark.parametrize(
+    "mixture",
+    [pytest.param(None, marks=pytest.mark.slow), {"large": 0.7, "small": 0.3}],
+    ids=["alone", "mixture"],
+)
+def test_each_epoch_is_another_permutation_decided_by_the_seed(mixture, packing, stores):
     cfg = config_of(stores, mixture, **packing).data
     corpora = datasets.load_all(cfg, None)
     sizes = [len(pipeline.rows_of(c.train, 16, cfg)) for c in corpora]
@@ -229,7 +233,7 @@ def test_P26_each_epoch_is_another_permutation_decided_by_the_seed(mixture, pack
 
 @named
 @pytest.mark.parametrize("hosts", [2, 4])
-def test_P38_hosts_together_read_the_global_batches_and_each_only_its_rows(hosts, packing, stores):
+def test_hosts_together_read_the_global_batches_and_each_only_its_rows(hosts, packing, stores):
     cfg = config_of(stores, {"large": 3.0, "small": 1.0}, **packing).data
     rows = mixed_rows([c.train for c in datasets.load_all(cfg, None)], [Phase(0, (3.0, 1.0), (0, 0))], 16, cfg, 5)
     whole = [rows[i]["inputs"].tolist() for i in range(5 * 8)]
@@ -269,7 +273,7 @@ def batches_of(folder, positions, n):
 
 
 @pytest.mark.slow
-def test_P22_a_new_process_goes_on_at_any_position(stores, tmp_path):
+def test_a_new_process_goes_on_at_any_position(stores, tmp_path):
     positions = (0, 1, 7)
     whole = batches_of(stores, (0,), 27)
     script = tmp_path / "go_on.py"
@@ -290,7 +294,7 @@ def test_P22_a_new_process_goes_on_at_any_position(stores, tmp_path):
 
 
 @pytest.mark.slow
-def test_P47_a_worker_that_dies_is_an_error_and_none_stays_behind(stores):
+def test_a_worker_that_dies_is_an_error_and_none_stays_behind(stores):
     cfg = config_of(stores, workers=2).data
     rows = mixed_rows([datasets.load(cfg, None).train], [], 16, cfg, seed=3)
     found = pipeline.batches(rows, 8, batch_sharding(make_mesh("1")), cfg)
@@ -376,7 +380,7 @@ def test_a_mixture_is_written_as_paths_and_weights():
 
 
 @named
-def test_P37_fewer_rows_than_a_batch_wrap_around_and_are_said(packing, tmp_path):
+def test_fewer_rows_than_a_batch_wrap_around_and_are_said(packing, tmp_path):
     make_store(tmp_path / "one", ["abcdefgh" * 6] * 2, "--val_fraction", 0, "--pack", 16)
     cfg = config_of(tmp_path, path=str(tmp_path / "one"), **packing)
     job = job_lib.prepare(cfg, jax.devices()[:1])
@@ -386,14 +390,14 @@ def test_P37_fewer_rows_than_a_batch_wrap_around_and_are_said(packing, tmp_path)
     assert len({row.tobytes() for batch in found for row in batch}) <= job.rows
 
 
-def test_P39_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes(stores):
+def test_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes(stores):
     with pytest.raises(ValueError, match=r"model\.vocab_size=200 is smaller than the 259 ids"):
         job_lib.prepare(change(config_of(stores), model__vocab_size=200), jax.devices()[:1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_P39_P47_a_stray_id_ends_the_run_by_its_file_from_a_worker_too(workers, tmp_path):
+def test_a_stray_id_ends_the_run_by_its_file_from_a_worker_too(workers, tmp_path):
     directory = make_store(tmp_path / "store", some_texts(60), "--val_fraction", 0.2)
     ids = np.fromfile(directory / "train-00000.bin", np.uint16)
     ids[-20:] = 300

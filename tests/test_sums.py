@@ -88,9 +88,7 @@ def distances(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> 
 
 def cases():
     fast = {
-        ("own head", "bfloat16", "text", 1, "auto", "1"),
         ("own head", "bfloat16", "one id", 16, "manual", "2x4x1"),
-        ("tied", "float16", "one id", 1, "auto", "1"),
     }
     on = [("auto", "1"), ("auto", "2x2x2"), ("auto", "1x8x1"), ("manual", "1x8x1"), ("manual", "2x4x1")]
     for model in MODELS:
@@ -103,7 +101,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("model", "dtype", "text", "accumulation", "collectives", "mesh"), list(cases()))
-def test_B09_B10_the_gradient_is_the_sum_of_that_of_pieces(model, dtype, text, accumulation, collectives, mesh):
+def test_the_gradient_is_the_sum_of_that_of_pieces(model, dtype, text, accumulation, collectives, mesh):
     cfg = change(MODELS[model], model__dtype=dtype, accumulation=accumulation, mesh__collectives=collectives)
     expected = of_pieces(model, dtype, text)
     found = distances(gradient(cfg, batch_of(text, TOKENS), make_mesh(mesh, cfg.mesh)), expected)
@@ -113,7 +111,7 @@ def test_B09_B10_the_gradient_is_the_sum_of_that_of_pieces(model, dtype, text, a
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_B09_more_tokens_are_no_farther_from_float32(dtype):
+def test_more_tokens_are_no_farther_from_float32(dtype):
     few, many = (
         of_pieces("own head", dtype, "text", 4096),
         gradient(change(EVERYTHING, model__dtype=dtype), batch_of("text", TOKENS)),

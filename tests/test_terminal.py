@@ -4,12 +4,13 @@ import io
 import os
 import sys
 
+import pytest
 from common import arguments, change, run_module, text_config
 
 from minitf.runtime.terminal import lasting_output
 
 
-def test_B16_a_letter_that_cannot_be_shown_is_written_as_its_escape(monkeypatch):
+def test_a_letter_that_cannot_be_shown_is_written_as_its_escape(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     with lasting_output():
@@ -17,7 +18,7 @@ def test_B16_a_letter_that_cannot_be_shown_is_written_as_its_escape(monkeypatch)
     assert raw.getvalue() == b"\\u0421\\udce9 a\n"
 
 
-def test_B16_output_that_is_gone_goes_nowhere(monkeypatch):
+def test_output_that_is_gone_goes_nowhere(monkeypatch):
     reads, writes = os.pipe()
     stream = os.fdopen(writes, "w", buffering=1)
     monkeypatch.setattr(sys, "stdout", stream)
@@ -30,6 +31,7 @@ def test_B16_output_that_is_gone_goes_nowhere(monkeypatch):
     stream.close()  # what it held is gone, too: no error
 
 
+@pytest.mark.slow
 def test_a_run_in_ascii_with_a_closed_pipe_ends_as_any_other(corpus, tmp_path):
     import subprocess
 

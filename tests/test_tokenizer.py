@@ -53,7 +53,7 @@ def trained(kind, *texts):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_P44_decode_of_encode_is_the_text_byte_for_byte(kind, text):
+def test_decode_of_encode_is_the_text_byte_for_byte(kind, text):
     tokenizer = trained(kind, text)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -123,7 +123,7 @@ def test_fingerprints_are_equal_for_equal_ids_and_differ_otherwise():
 # ---- Hugging Face's tokenizer.json
 
 
-def test_P46_a_document_that_spells_special_tokens_does_not_hold_them():
+def test_a_document_that_spells_special_tokens_does_not_hold_them():
     tokenizer = bpe()
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     for token in ("<|endoftext|>", "<|im_start|>", "<|x|>"):
@@ -281,7 +281,7 @@ def test_without_its_package_a_tokenizer_file_names_what_to_install(file, monkey
         load_tokenizer(file)
 
 
-def test_B24_an_entry_that_is_not_made_of_bytes_stands_for_its_text(tmp_path):
+def test_an_entry_that_is_not_made_of_bytes_stands_for_its_text(tmp_path):
     import tokenizers
 
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

@@ -22,7 +22,7 @@ from minitf.training import step as step_lib
 from minitf.workdir import differences
 
 
-def test_P17_steps_schedule_and_evaluations_count_optimizer_steps(corpus, tmp_path, capsys):
+def test_steps_schedule_and_evaluations_count_optimizer_steps(corpus, tmp_path, capsys):
     cfg = text_config(
         corpus,
         steps=12,
@@ -46,7 +46,7 @@ def test_P17_steps_schedule_and_evaluations_count_optimizer_steps(corpus, tmp_pa
 
 
 @pytest.mark.slow
-def test_P24_evaluation_does_not_change_training(corpus, tmp_path):
+def test_evaluation_does_not_change_training(corpus, tmp_path):
     results = []
     for i, every in enumerate((5, 3, None)):
         cfg = text_config(corpus, steps=20, eval_every=every, model__dropout=0.1)
@@ -58,7 +58,7 @@ def test_P24_evaluation_does_not_change_training(corpus, tmp_path):
     assert results[0] == results[1] == results[2]
 
 
-def test_P58_one_compilation_of_each_step_over_odd_epochs(corpus, tmp_path, caplog):
+def test_one_compilation_of_each_step_over_odd_epochs(corpus, tmp_path, caplog):
     (tmp_path / "odd.txt").write_text(TEXT[: 41 * 8 + 1][: 8 * 16 * 5 + 1])  # 41 windows of 8, batch 8
     cfg = text_config(corpus, steps=None, epochs=3.0, seq_len=8, eval_every=5, eval_batches=None)
     cfg = change(cfg, data__path=str(tmp_path / "odd.txt"))
@@ -76,7 +76,7 @@ def test_P58_one_compilation_of_each_step_over_odd_epochs(corpus, tmp_path, capl
 
 
 @pytest.mark.slow
-def test_P58_memory_does_not_grow_with_steps(corpus, tmp_path):
+def test_memory_does_not_grow_with_steps(corpus, tmp_path):
     import psutil
 
     job = job_lib.prepare(text_config(corpus, steps=500, log_every=100), jax.devices()[:1])
