@@ -4,4 +4,4 @@ import time
 
 __version__ = "0.1.0"
 
-STARTED = time.perf_counter()  # as good as when Python began: this is imported first
+STARTED = time.perf_counter()  # approximately the start of the process: this module is imported first

@@ -1,4 +1,4 @@
-"""Checks of settings against their declarations: limits of a value, and settings that depend on a choice."""
+"""Checks of config values against their declarations: limits of a value, and settings that only some choices read."""
 
 import dataclasses
 import functools
@@ -13,12 +13,12 @@ from jax.numpy import finfo
 from minitf.settings import Field, Setting, fields, flat
 from minitf.tables import pick
 
-INT32 = 2**31 - 1  # the largest value of an int setting that declares no other: many of them meet 32-bit integers
+INT32 = 2**31 - 1  # default upper limit of int settings: many are used as 32-bit integers
 
 
 def kinds(declared: Setting) -> dict[str, str]:
-    """The known values of a setting that has a table, and what each is: an entry is this text, has it as `meaning`, or is a
-    function or class whose docstring begins with it."""
+    """Known values of a setting -> one-line meaning: the table entry itself if it is a string, else its `meaning` or the first
+    line of its docstring. Empty for a setting without a table."""
 
     def line(entry: Any) -> str:
         if isinstance(entry, str):
@@ -32,7 +32,7 @@ def kinds(declared: Setting) -> dict[str, str]:
 
 
 def rounded(value: float, dtype: str) -> float:
-    """The number that arithmetic in a dtype works with: devices take what is below its smallest normal number for 0."""
+    """`value` rounded to a dtype, with subnormal numbers flushed to 0, as devices do."""
     info = finfo(dtype)
     with np.errstate(over="ignore"):
         x = float(np.asarray(value, info.dtype))
@@ -52,7 +52,7 @@ def within(declared: Setting, value: float) -> bool:
 
 
 def constraint(declared: Setting) -> str:
-    """The limits in words; "" where there are none."""
+    """The limits in words; "" if there are none."""
     s = declared
     bounds = {"at least": s.at_least, "above": s.above, "at most": s.at_most, "below": s.below}
     shown = lambda bound: str(bound) if isinstance(bound, int) else f"{bound:g}"
@@ -63,7 +63,7 @@ def constraint(declared: Setting) -> str:
 
 
 def with_type_limits(declared: Setting, kind: Any) -> Setting:
-    """The declaration with the limit that follows from the type alone."""
+    """The declaration; an int setting without an upper limit gets `at_most=INT32`."""
     items = typing.get_args(kind) or (kind,)
     if int not in items or declared.at_most is not None or declared.below is not None:
         return declared
@@ -79,8 +79,8 @@ def numbers(value: Any) -> Iterator[int | float]:
 
 
 def check_value(name: str, value: Any, field: Field, dtype: str = "float32") -> None:
-    """Raises ValueError naming the setting where its value, of the right type, is outside of its limits. `dtype`: in which a float
-    must stay inside of them."""
+    """Raises ValueError naming the setting if a value of the right type is outside its limits. Floats must also be within the
+    limits after rounding to `dtype`."""
     s = with_type_limits(field.setting, field.kind)
     if value is None or value in s.also:
         return
@@ -105,7 +105,7 @@ def check_value(name: str, value: Any, field: Field, dtype: str = "float32") -> 
 
 
 def replaced(cfg: Any) -> dict[str, str]:
-    """The settings without effect, each with the one that is given in its place."""
+    """Settings without effect -> the setting that replaces each (see `Setting.in_place_of`)."""
     values, found = flat(cfg), {}
     for f in fields(type(cfg)):
         if f.setting.in_place_of and values[f.name] is not None:
@@ -115,11 +115,11 @@ def replaced(cfg: Any) -> dict[str, str]:
 
 
 class Choice(NamedTuple):
-    """A table whose entries name in `reads` the settings that belong to some kinds only; what no entry names is for all."""
+    """A table whose entries list in `reads` the settings that only some kinds use; settings in no list apply to all kinds."""
 
-    section: str  # of these settings
+    section: str  # dotted section of the settings in `reads`
     table: Mapping[str, Any]
-    settings: list[str]  # those that choose from the table
+    settings: list[str]  # names of the settings that choose from the table
 
     def full(self, name: str) -> str:
         return f"{self.section}.{name}".lstrip(".")
@@ -137,7 +137,7 @@ def choices(cls: type) -> tuple[Choice, ...]:
 
 
 class Unread(NamedTuple):
-    """A setting that none of the kinds in use reads."""
+    """A setting that none of the chosen kinds reads."""
 
     name: str
     used: list[str]
@@ -159,7 +159,7 @@ def unread(cfg: Any) -> list[Unread]:
 
 
 def check(cfg: Any, prefix: str = "") -> None:
-    """Raises ValueError for the first setting that is outside of its limits, or that differs from its default and has no effect."""
+    """Raises ValueError for the first setting that is outside its limits, or that has no effect and differs from its default."""
     values = flat(cfg)
     declared = {f.name: f for f in fields(type(cfg))}
     for name, field in declared.items():

@@ -1,6 +1,6 @@
-"""One declaration per array; counts, initial values and abstract trees are functions of the declarations.
+"""One declaration per array; counts, initial values and abstract trees are derived from the declarations.
 
-Parameters are nested dicts (and tuples) of arrays. A second tree of the same structure has a `Param` at every leaf.
+Parameters are nested dicts (and tuples) of arrays. Their declarations are a tree of the same structure with a `Param` at every leaf.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ KINDS = ("matrix", "embedding", "head", "scale", "bias")
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One array: everything about it that is not its value.
+    """Declaration of one array: everything but its value.
 
-    shape:   of one layer, without the stack.
-    axes:    a logical name for each dimension of `shape`; `sharding.RULES` maps them to mesh axes.
-    kind:    one of KINDS; weight decay, Muon, FLOPs and the default initial scale follow from it.
-    inputs:  how many leading dimensions of `shape` are contracted with the activation.
-    init:    (key, shape, dtype) -> array; None: what the model's scheme gives this kind.
-    dtype:   of the master weight; the compute dtype is `ModelConfig.dtype`.
-    stack:   leading dimensions (name, size), of layers: not part of fan-in, decay, Muon, factored moments or a per-array norm.
+    shape:   shape of one layer, without the stack.
+    axes:    logical name of each dimension of `shape`; `sharding.rules.RULES` maps them to mesh axes.
+    kind:    one of KINDS; determines weight decay, Muon, FLOPs and the default initial scale.
+    inputs:  number of leading dimensions of `shape` that are contracted with the activation.
+    init:    (key, shape, dtype) -> array; None: the model's scheme decides by kind.
+    dtype:   dtype of the master weight; the compute dtype is `ModelConfig.dtype`.
+    stack:   leading layer dimensions (name, size), excluded from fan-in, decay, Muon, factored moments and per-array norms.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Param:
 
     @property
     def active(self) -> int:
-        """Elements that one token is multiplied with."""
+        """Number of elements that multiply one token."""
         return self.size if self.kind in ("matrix", "head") else 0
 
     @property
@@ -87,18 +87,18 @@ def path_name(path: tuple) -> str:
 
 
 def named(specs: Any) -> Iterator[tuple[str, Any]]:
-    """(name, leaf) of every leaf of a tree of declarations or arrays."""
+    """Yields (name, leaf) for every leaf of a tree of declarations or arrays."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_param):
         yield path_name(path), leaf
 
 
 def named_map(f: Callable, specs: Any, *rest: Any) -> Any:
-    """Like `tree_map`, and `f` gets the leaf's name first."""
+    """Like `tree_map`, but f receives the leaf's name as its first argument."""
     return jax.tree_util.tree_map_with_path(lambda path, *xs: f(path_name(path), *xs), specs, *rest, is_leaf=is_param)
 
 
 def stacked(specs: Any, layers: int) -> Any:
-    """The declarations of `layers` copies along a new leading dimension."""
+    """The declarations with a new leading stack dimension of `layers` layers."""
     return tree_map(lambda p: dataclasses.replace(p, stack=(("layers", layers), *p.stack)), specs)
 
 
@@ -109,7 +109,7 @@ def group_of(name: str) -> str:
 
 
 def count_params(specs: Any) -> dict[str, int]:
-    """Numbers of parameters: `total`, `embedding` (token and position tables; a tied head is one of them), `non_embedding`."""
+    """Parameter counts: `total`, `embedding` (token and position tables, one of which may be a tied head), `non_embedding`."""
     sizes = [(p.kind == "embedding", p.size) for _, p in named(specs)]
     embedding = sum(n for is_embedding, n in sizes if is_embedding)
     total = sum(n for _, n in sizes)
@@ -117,7 +117,7 @@ def count_params(specs: Any) -> dict[str, int]:
 
 
 def abstract_params(specs: Any, shardings: Any = None) -> Any:
-    """The parameters as `jax.ShapeDtypeStruct`s, with shardings where given."""
+    """The parameters as `jax.ShapeDtypeStruct`s, with shardings if given."""
     if shardings is None:
         return tree_map(lambda p: jax.ShapeDtypeStruct(p.full_shape, p.dtype), specs)
     return tree_map(lambda p, s: jax.ShapeDtypeStruct(p.full_shape, p.dtype, sharding=s), specs, shardings)
@@ -166,7 +166,7 @@ SCHEMES = {"fixed": fixed, "gpt2": gpt2, "fan_in": fan_in}
 
 
 def with_inits(specs: Any, scheme: str, num_layers: int) -> Any:
-    """The declarations with every open `init` decided: ones for scales, zeros for biases, the scheme's normal for the rest."""
+    """The declarations with every `init=None` filled in: ones for scales, zeros for biases, the scheme's normal for the rest."""
 
     def one(p: Param) -> Param:
         if p.init is not None:
@@ -178,8 +178,8 @@ def with_inits(specs: Any, scheme: str, num_layers: int) -> Any:
 
 
 def init_params(specs: Any, key: jax.Array) -> Any:
-    """Initial values. Each array has its own key, made from its name and layer, so that neither another parameter nor
-    another number of layers changes it; each layer is initialised by itself, so that a stack has the scale of a layer."""
+    """Initial values. Each array has its own key, derived from its name and layer, so that neither other parameters nor the
+    number of layers change it. Layers are initialised separately, so that a stack has the scale of one layer."""
 
     def one(name: str, p: Param) -> jax.Array:
         base = jax.random.fold_in(key, zlib.crc32(name.encode()))

@@ -1,6 +1,6 @@
 """Settings: a field of a *Config dataclass declares its default, meaning, limits, and whether a run may change it when it resumes.
 
-The check of its value, its help, its documentation and its tests are functions of this one declaration.
+Value checks, --help, documentation and tests are derived from this one declaration.
 """
 
 import dataclasses
@@ -10,46 +10,44 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-LONGEST = 1e9  # seconds: three decades, and within what timers and locks take (threading.TIMEOUT_MAX)
+LONGEST = 1e9  # seconds, about 32 years; below the limit of timers and locks (threading.TIMEOUT_MAX)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a field declares besides its type and default. Limits hold for each item of a tuple."""
+    """Declaration of a config field besides its type and default. Limits apply to each item of a tuple."""
 
     meaning: str
-    may_change: bool = False  # when a run resumes: it would still be the same run
+    may_change: bool = False  # whether a resumed run may use another value and still be the same run
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
     multiple_of: int | None = None
-    also: Mapping[Any, str] = dataclasses.field(
-        default_factory=dict
-    )  # values outside of the limits, and what each means
+    also: Mapping[Any, str] = dataclasses.field(default_factory=dict)  # values allowed outside the limits -> meaning
     one_of: Callable[[], Mapping[str, Any]] | None = None  # the table of known values; see `kinds`
-    reads_in: str = ""  # the subsection in which the table's `reads` name settings; "": this one
-    in_place_of: str = ""  # a setting of this section or below, dotted, that has no effect where this one is not None
-    nonempty: bool = False  # of a tuple
+    reads_in: str = ""  # subsection of the settings that the table's `reads` name; "": this section
+    in_place_of: str = ""  # dotted name, within this section, of a setting without effect unless this one is None
+    nonempty: bool = False  # for tuples: at least one item
     check: Callable[[str, Any], Any] | None = None  # (name, value): raises ValueError naming the setting
 
 
 def setting(default: Any, meaning: str, **limits: Any) -> Any:
-    """A dataclass field that is a setting; keywords as in `Setting`."""
+    """Returns a dataclass field that declares a setting; keywords: fields of `Setting`."""
     return dataclasses.field(default=default, metadata={"setting": Setting(meaning, **limits)})
 
 
 def setting_of(cls: type, name: str, **changes: Any) -> Any:
-    """A field with the declaration of another class's field; `changes`: its default or keywords of `Setting`."""
+    """Returns a field with the declaration of the field `name` of cls; `changes`: a new default, or fields of `Setting`."""
     (found,) = (f for f in fields(cls) if f.name == name)
     default = changes.pop("default", found.default)
     return dataclasses.field(default=default, metadata={"setting": dataclasses.replace(found.setting, **changes)})
 
 
 class Field(NamedTuple):
-    name: str  # dotted, from the class that was asked for
+    name: str  # dotted, relative to the class passed to `fields`
     kind: Any  # its type, without None
-    optional: bool  # None is a value of it
+    optional: bool  # whether None is allowed
     default: Any
     setting: Setting
 
@@ -69,7 +67,7 @@ def split_optional(annotation: Any) -> tuple[Any, bool]:
 
 @functools.cache
 def fields(cls: type, prefix: str = "") -> tuple[Field, ...]:
-    """Every setting of a config class and of the classes inside it."""
+    """All settings of a config class and of its nested config classes."""
     found: list[Field] = []
     for field in dataclasses.fields(cls):
         kind, optional = split_optional(hints(cls)[field.name])
@@ -81,5 +79,5 @@ def fields(cls: type, prefix: str = "") -> tuple[Field, ...]:
 
 
 def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
-    """The value of every setting by its dotted name."""
+    """Dotted name -> value of every setting."""
     return {prefix + f.name: functools.reduce(getattr, f.name.split("."), cfg) for f in fields(type(cfg))}

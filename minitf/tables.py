@@ -1,4 +1,4 @@
-"""Choices: every choice is a dict from a name to functions; `pick` looks one up."""
+"""Tables of choices: each is a dict from name to functions; `pick` looks one up."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """An entry of a table without a function of its own."""
+    """A table entry without a function."""
 
     meaning: str
-    reads: tuple[str, ...] = ()  # the settings that belong to some kinds only, this one among them
+    reads: tuple[str, ...] = ()  # settings that this kind uses and not every kind does
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

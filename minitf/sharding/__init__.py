@@ -1,1 +1,1 @@
-"""How arrays lie on a mesh."""
+"""The mesh, and how arrays are sharded over it."""

@@ -1,4 +1,4 @@
-"""From devices to a mesh."""
+"""Builds a mesh from devices and their number of hosts."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from minitf.sharding.mesh import AXES, MeshConfig, mesh_settings
 
 
 def filled_sizes(prefix: str, cfg: MeshConfig, total: int, of: str) -> list[int]:
-    """The sizes of the settings prefix + `mesh_settings`, -1 replaced by what the others leave of the total. Raises ValueError where
-    they do not fit; `of`: what there are so many of."""
+    """Sizes of the settings prefix + `mesh_settings`, with -1 replaced so that their product is `total`. `of`: what `total` counts,
+    for messages. Raises ValueError if the product cannot be `total`."""
     sizes = {prefix + a: getattr(cfg, prefix + a) for a in mesh_settings()}
     text = ", ".join(f"mesh.{a}={n}" for a, n in sizes.items())
     rest = [a for a, n in sizes.items() if n == -1]
@@ -36,14 +36,14 @@ Shape = tuple[int, ...]
 
 
 def mesh_shape(cfg: MeshConfig, devices: int, hosts: int = 1) -> tuple[Shape, Shape]:
-    """Sizes of `mesh_settings` on so many devices (inside a host, across hosts). Raises ValueError where they do not fit."""
+    """Sizes of `mesh_settings` (inside a host, across hosts). Raises ValueError if they do not fit the devices and hosts."""
     if devices % hosts:
         raise ValueError(f"{devices} devices on {hosts} hosts: each host must have as many")
     if any(getattr(cfg, f"dcn_{a}") != 1 for a in mesh_settings()):
         across = filled_sizes("dcn_", cfg, hosts, "hosts")
         inside = filled_sizes("", cfg, devices // hosts, "devices" if hosts == 1 else "devices on a host")
         return tuple(inside), tuple(across)
-    # The outer axes send least: they take the hosts first, and tensor only what none of them can.
+    # Outer axes communicate least, so they span hosts first, and tensor only the hosts that they cannot.
     inside, across, left = filled_sizes("", cfg, devices, "devices"), [], hosts
     for i, size in enumerate(inside):
         across.append(math.gcd(size, left))
@@ -53,16 +53,16 @@ def mesh_shape(cfg: MeshConfig, devices: int, hosts: int = 1) -> tuple[Shape, Sh
 
 
 def host_count(devices: Sequence[Any]) -> int:
-    """Groups of devices with fast links among them: machines, or slices of a TPU. JAX calls both slices, and does not number
-    them where there is one."""
+    """Number of groups of devices with fast links: machines, or TPU slices. JAX calls both slices, and sets no slice_index if there
+    is only one."""
     return len({getattr(d, "slice_index", 0) for d in devices})
 
 
 def longest_line(coords: Sequence[tuple[int, ...]]) -> int:
-    """How many at a time, of devices in the order of an axis, lie on one line of a torus; all where all do.
+    """Largest k for which an axis's devices, split into consecutive groups of k, lie on one line of the torus per group.
 
-    [(0, 0), (0, 1), (1, 0), (1, 1)] -> 2. A collective along a line uses its ring; over a whole torus at once XLA's TPU compiler
-    makes reduce-scatters, on three dimensions all-gathers too, into all-reduces, which send twice as much.
+    [(0, 0), (0, 1), (1, 0), (1, 1)] -> 2. A collective along a line uses its ring. For one over a whole torus, XLA's TPU compiler
+    turns reduce-scatters, in three dimensions also all-gathers, into all-reduces, which send twice as much.
     """
 
     def straight(some: Sequence[tuple[int, ...]]) -> bool:
@@ -74,8 +74,8 @@ def longest_line(coords: Sequence[tuple[int, ...]]) -> int:
 
 
 def inner_size(cfg: MeshConfig, devices: Sequence[Any]) -> int:
-    """The size of the axis fsdp_inner, of devices along fsdp; 1: all are along the axis fsdp. Raises ValueError for a size that does
-    not divide them."""
+    """Size of the mesh axis fsdp_inner, for the devices along fsdp; 1: the axis fsdp has all of them. Raises ValueError if
+    mesh.fsdp_inner does not divide their number."""
     n, inner = len(devices), cfg.fsdp_inner
     if inner is None:
         known = cfg.collectives == "manual" and devices[0].platform == "tpu"
@@ -86,8 +86,8 @@ def inner_size(cfg: MeshConfig, devices: Sequence[Any]) -> int:
 
 
 def make_mesh(cfg: MeshConfig, devices: list | None = None) -> Mesh:
-    """The mesh over all devices (or those given), tensor innermost, hosts outermost in each axis. Enter it with `jax.set_mesh`.
-    Raises ValueError where the sizes do not fit."""
+    """The mesh over all devices (or those given): tensor is the innermost axis, and hosts are outermost within each axis. Enter it
+    with `jax.set_mesh`. Raises ValueError if the sizes do not fit the devices."""
     devices = jax.devices() if devices is None else devices
     n, settings = host_count(devices), mesh_settings()
     inside, across = mesh_shape(cfg, len(devices), n)
@@ -95,7 +95,7 @@ def make_mesh(cfg: MeshConfig, devices: list | None = None) -> Mesh:
         try:
             types = (AxisType.Auto,) * len(settings)
             grid = jax.make_mesh(inside, settings, axis_types=types, devices=devices).devices
-        except NotImplementedError:  # no axis of the TPU's torus is as long as one of ours: part of one, then
+        except NotImplementedError:  # a mesh axis matches no whole axis of the TPU's torus: split a physical axis
             grid = mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
     else:
         grid = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
@@ -107,12 +107,12 @@ def make_mesh(cfg: MeshConfig, devices: list | None = None) -> Mesh:
 
 
 def platform_of(mesh: Mesh) -> str:
-    """What the devices are, which may be elsewhere: "cpu", "gpu" or "tpu"."""
+    """Platform of the mesh's devices, attached or only described: "cpu", "gpu" or "tpu"."""
     name = mesh.devices.flat[0].platform
-    return "gpu" if name == "cuda" else name  # cuda: where devices are only described
+    return "gpu" if name == "cuda" else name  # devices that are only described say cuda
 
 
 def compute_capability(device: Any) -> float | None:
-    """The compute capability of an NVIDIA GPU; None of any other device."""
+    """Compute capability of an NVIDIA GPU; None for any other device."""
     found = getattr(device, "compute_capability", None)
     return None if found is None else float(found)

@@ -1,4 +1,4 @@
-"""Every transfer written out: gradients over all devices where code sees the arrays of one."""
+"""Manual collectives: gradients over all devices, computed under `shard_map` over every mesh axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +11,15 @@ from minitf.sharding.mesh import BATCH, batch_shards, devices_along
 from minitf.sharding.rules import mesh_axes, partition
 from minitf.sharding.seams import travels
 
-Gradients = Callable[..., tuple[Any, Any]]  # (params, batch, ...) -> (sums, gradient by params) over rows
+Gradients = Callable[..., tuple[Any, Any]]  # (params, batch, ...) -> (sums, gradient w.r.t. params), over rows
 
 
 def manual(f: Gradients, specs: Any, dtype: str) -> Gradients:
-    """f made to run on each device with its own rows and its own shards of params, and its results summed over all of them: the
-    gradient is sharded as params are. Further arguments are the same everywhere.
+    """f under `shard_map`: each device runs it on its own rows and its own shards of params, and the results are summed over
+    devices. The gradient is sharded like params. Further arguments are replicated.
 
-    A gradient is summed here, once, over the axes that shard rows and not the parameter. Along those that shard it `gather` has
-    summed it where the parameter was used, and then it is summed in what `travels`.
+    Gradients are all-reduced here, once, over the axes that shard rows and not the parameter. Over axes that shard the parameter
+    `gather` has already reduce-scattered them, and their all-reduce uses the dtype `travels`.
     """
 
     def on_all(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
@@ -47,6 +47,6 @@ def manual(f: Gradients, specs: Any, dtype: str) -> Gradients:
 
 
 def over_devices(collectives: str, f: Gradients, specs: Any, dtype: str) -> Gradients:
-    """f, whose gradients are over rows, over the rows of all devices: by a kind of `mesh.COLLECTIVES`. specs: of params; dtype: of
-    products."""
+    """f over the rows of all devices: under `manual`, or unchanged where the compiler partitions it. collectives: a key of
+    COLLECTIVES; specs: declarations of params; dtype: the compute dtype."""
     return manual(f, specs, dtype) if collectives == "manual" else f

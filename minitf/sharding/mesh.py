@@ -1,4 +1,4 @@
-"""The axes of a mesh and their sizes as settings."""
+"""Mesh axes, and the settings of their sizes."""
 
 import contextlib
 import dataclasses
@@ -15,11 +15,11 @@ from minitf.tables import Kind
 
 
 class MeshAxis(NamedTuple):
-    setting: str  # the size in MeshConfig that it is, or that it is a factor of
+    setting: str  # field of MeshConfig that is its size, or a multiple of its size
     rows: bool = False  # whether it shards the rows of a batch
 
 
-AXES = {  # of every mesh, outermost first: those that send least. An axis of size 1 changes no program.
+AXES = {  # of every mesh, outermost (least communication) first; an axis of size 1 changes no program
     "data": MeshAxis("data", rows=True),
     "fsdp": MeshAxis("fsdp", rows=True),
     "fsdp_inner": MeshAxis("fsdp", rows=True),  # see `inner_size`
@@ -40,20 +40,20 @@ class MeshConfig:
     data: int = setting(1, "replicas of the parameters", **SIZE)
     fsdp: int = setting(-1, "shards of the parameters' width and of the batch", **SIZE)
     tensor: int = setting(1, "shards of heads, MLP and vocabulary", **SIZE)
-    # Where any is not 1, their product is the number of hosts, the sizes above count inside one, and an axis has the product of
-    # both; else data takes the hosts first, then fsdp. A host is a TPU slice where there are several.
+    # If any is not 1, their product is the number of hosts, the sizes above are per host, and an axis's size is the product of both.
+    # Otherwise data spans as many hosts as it can, then fsdp. With several TPU slices, a host is a slice.
     dcn_data: int = setting(1, "factor of data across hosts (TPU slices)", **DCN)
     dcn_fsdp: int = setting(1, "factor of fsdp across hosts (TPU slices)", **DCN)
     dcn_tensor: int = setting(1, "factor of tensor across hosts (TPU slices)", **DCN)
     collectives: str = setting("auto", "who decides what is sent", one_of=lambda: COLLECTIVES, may_change=True)
-    # Weights are gathered along the inner factor first, gradients scattered along it last.
+    # Weights are all-gathered along the inner factor first, gradients reduce-scattered along it last.
     fsdp_inner: int | None = setting(
         None, "inner of two factors of fsdp; 1: one; None: a line of a TPU's torus, else 1", at_least=1, may_change=True
     )
 
 
 def mesh_settings() -> tuple[str, ...]:
-    """The sizes of a mesh by their names in MeshConfig, in the order of AXES."""
+    """Names of the mesh sizes in MeshConfig, in the order of AXES."""
     return tuple(dict.fromkeys(axis.setting for axis in AXES.values()))
 
 
@@ -61,7 +61,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def mesh_sizes(mesh: AnyMesh) -> dict[str, int]:
-    """The size of each of `mesh_settings`."""
+    """Name -> size of each of `mesh_settings`."""
     of = lambda setting: math.prod(mesh.shape[name] for name, axis in AXES.items() if axis.setting == setting)
     return {setting: of(setting) for setting in mesh_settings()}
 
@@ -75,18 +75,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over the axes that shard them; every process along another holds the same rows."""
+    """Sharding of a batch: rows over the axes in BATCH; processes along other axes hold the same rows."""
     return NamedSharding(mesh, P(BATCH))
 
 
 def precision(dtype: str) -> str:
-    """Of products in model.dtype: all bits of float32 where it asks for them. TPUs and GPUs would use fewer."""
+    """Matmul precision for model.dtype. By default TPUs and GPUs would use fewer bits than float32 has."""
     return "highest" if dtype == "float32" else "default"
 
 
 @contextlib.contextmanager
 def surroundings(mesh: Mesh, dtype: str) -> Iterator[None]:
-    """What programs run in: the mesh, and the precision of products."""
+    """Context in which programs are traced: the mesh and the matmul precision."""
     with jax.set_mesh(mesh), jax.default_matmul_precision(precision(dtype)):
         yield
 

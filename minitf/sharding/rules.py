@@ -1,4 +1,4 @@
-"""The one table from logical axes to mesh axes, and what follows from it: where the array of each declaration lies."""
+"""The one table from logical axes to mesh axes, and the shardings that follow from it for each declaration."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from minitf.params import Param, named, tree_map
 from minitf.sharding.mesh import AXES, AnyMesh, devices_along, mesh_sizes
 
-# Logical axis of a Param -> the mesh axes that shard it, those that an earlier dimension of the same array has taken aside.
+# Logical axis of a Param -> the mesh axes that shard it, except those that already shard an earlier dimension of the same array.
 RULES: dict[str, tuple[str, ...]] = {
     "layers": (),
     "vocab": ("tensor",),
@@ -21,7 +21,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "norm": (),
 }
-GATHERED = ("embed",)  # logical axes that are made whole where a product uses the array
+GATHERED = ("embed",)  # logical axes that are all-gathered before a product uses the array
 SIZED_BY = {  # logical axis -> the setting that sizes it
     "vocab": "model.vocab_size",
     "embed": "model.dim",
@@ -32,7 +32,7 @@ SIZED_BY = {  # logical axis -> the setting that sizes it
 
 
 def mesh_axes(p: Param) -> list[tuple[str, ...]]:
-    """The mesh axes that shard each dimension of an array."""
+    """Mesh axes that shard each dimension of an array."""
     found: list[tuple[str, ...]] = []
     for axis in p.full_axes:
         taken = [a for axes in found for a in axes]
@@ -41,13 +41,13 @@ def mesh_axes(p: Param) -> list[tuple[str, ...]]:
 
 
 def partition(p: Param, *, gathered: bool = False) -> P:
-    """The declaration's PartitionSpec; `gathered`: as used in a product."""
+    """PartitionSpec of a declaration; `gathered`: after `seams.gather`, as used in a product."""
     entries = zip(p.full_axes, mesh_axes(p), strict=True)
     return P(*(None if not axes or (gathered and axis in GATHERED) else axes for axis, axes in entries))
 
 
 def check_divisible(specs: Any, mesh: Mesh) -> None:
-    """Raises ValueError naming the parameter, its axis, the mesh axis and both sizes."""
+    """Raises ValueError for a dimension that the mesh does not divide, naming the parameter, its axis, the mesh axis and both sizes."""
     for name, p in named(specs):
         for axis, size, axes in zip(p.full_axes, p.full_shape, mesh_axes(p), strict=True):
             n = devices_along(axes, mesh)
@@ -61,11 +61,11 @@ def check_divisible(specs: Any, mesh: Mesh) -> None:
 
 
 def settings_of(axes: Sequence[str], mesh: AnyMesh) -> list[str]:
-    """The settings of those of the mesh axes that have several devices."""
+    """Settings of the given mesh axes, without axes of size 1."""
     return list(dict.fromkeys(AXES[a].setting for a in axes if mesh.shape[a] > 1))
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
-    """A NamedSharding for every declaration. Raises ValueError for a size that the mesh does not divide."""
+    """A NamedSharding for every declaration. Raises ValueError for a dimension that the mesh does not divide."""
     check_divisible(specs, mesh)
     return tree_map(lambda p: NamedSharding(mesh, partition(p)), specs)
