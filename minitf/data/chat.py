@@ -1,8 +1,8 @@
-"""Conversations as token ids: ChatML, which `--format chat` of tools.prepare_data trains, and the Jinja templates that tokenizers of
-Hugging Face bring along.
+"""Conversations as token ids: in ChatML, the format of `tools.prepare_data --format chat`, or by the Jinja template of a Hugging Face
+tokenizer.
 
-A template is code from outside: it runs in Jinja's sandbox alone. What it writes itself may be special tokens; what a message
-says is text.
+A template is untrusted code: it runs only in Jinja's sandbox. Its own output may spell special tokens; the contents of messages
+are always encoded as text.
 """
 
 import datetime
@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 
 from minitf.data.tokenizer import Tokenizer, split_specials
 
-Messages = Sequence[Mapping[str, str]]  # of `role` and `content`
+Messages = Sequence[Mapping[str, str]]  # each with `role` and `content`
 
 ChatPiece = tuple[bytes | str, bool]  # (text, or the role of a special token; whether its tokens count as targets)
 
 
 def chatml_pieces(messages: Messages) -> list[ChatPiece]:
-    """ChatML. What the assistant says counts, and that its turn ends there. Each text is encoded by itself: what a model is
-    prompted with ends before the answer."""
+    """Pieces of a conversation in ChatML. Targets are the assistant's contents and ends of turn. Each piece is encoded separately, so
+    that a prompt, which ends before the answer, has the same ids as in training."""
     pieces: list[ChatPiece] = []
     for message in messages:
         counts = message["role"] == "assistant"
@@ -28,11 +28,11 @@ def chatml_pieces(messages: Messages) -> list[ChatPiece]:
     return pieces
 
 
-ANSWER: list[ChatPiece] = [("turn_start", False), (b"assistant\n", False)]  # what an answer follows
+ANSWER: list[ChatPiece] = [("turn_start", False), (b"assistant\n", False)]  # the end of a prompt
 
 
 def chatml(tokenizer: Tokenizer, start: int | None) -> str:
-    """The template that writes the same as `chatml_pieces` behind the start token, for others to read."""
+    """A Jinja template that writes the start token, if any, and then what `chatml_pieces` does; exported for other programs."""
     spelling = {i: token for token, i in tokenizer.spelled.items()}
     begin, end = (quoted(spelling[tokenizer.specials[role]]) for role in ("turn_start", "turn_end"))
     return "".join(
@@ -45,12 +45,12 @@ def chatml(tokenizer: Tokenizer, start: int | None) -> str:
 
 
 def quoted(text: str) -> str:
-    """A string of Jinja's."""
+    """The text as a string literal of Jinja."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def chat_prompt_ids(tokenizer: Tokenizer, template: str | None, start: int | None, messages: Messages) -> list[int]:
-    """Ids of a conversation up to where the assistant's answer begins. Raises ValueError where there is no template, or it fails."""
+    """Ids of a conversation up to the start of the assistant's answer. Raises ValueError if the template is None or fails."""
     if template is None:
         raise ValueError(
             "the model has no chat template: its data were not prepared with --format chat, and its tokenizer brings none"
@@ -65,14 +65,14 @@ def chat_prompt_ids(tokenizer: Tokenizer, template: str | None, start: int | Non
     return ids
 
 
-# ---- templates from outside
+# ---- templates of other models
 
-# Written into what messages spell like a special token, behind its first character, and taken out of what is rendered.
-MARK = "\U000f0000"  # of a private plane: it has no meaning in text
+# Inserted after the first character of special tokens spelled in messages, so that they stay text; removed after rendering.
+MARK = "\U000f0000"  # a private-use code point: it has no meaning in text
 
 
 def encoded(tokenizer: Tokenizer, template: str, messages: Messages) -> list[int]:
-    """Ids of a rendered conversation: special tokens are those that the template writes."""
+    """Ids of a conversation rendered by a template; only the template's own output can become special tokens."""
 
     def marked(text: str) -> str:
         for token in tokenizer.spelled:
@@ -93,8 +93,8 @@ def encoded(tokenizer: Tokenizer, template: str, messages: Messages) -> list[int
 
 
 def rendered(template: str, messages: Messages, named: Mapping[str, str]) -> str:
-    """What a template makes of messages, up to where an answer begins. `named`: bos_token, eos_token, ... Raises ValueError for a
-    template that fails, or refuses these messages."""
+    """Text that a template renders for messages, up to the start of an answer. `named`: bos_token, eos_token, ... Raises ValueError
+    if the template fails or rejects these messages, or jinja2 is missing."""
     try:
         import jinja2
         from jinja2.ext import Extension, loopcontrols
@@ -106,7 +106,7 @@ def rendered(template: str, messages: Messages, named: Mapping[str, str]) -> str
         raise jinja2.TemplateError(message)
 
     class Generation(Extension):
-        """Marks what an assistant says, for those who train on it; here it is written as it is."""
+        """The tag that marks an assistant's text for training; its body is rendered unchanged."""
 
         tags = frozenset({"generation"})
 
@@ -114,7 +114,7 @@ def rendered(template: str, messages: Messages, named: Mapping[str, str]) -> str
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    # As transformers has it, whose templates they are (utils/chat_template_utils.py).
+    # As in transformers (utils/chat_template_utils.py), for which the templates are written.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
@@ -132,5 +132,5 @@ def rendered(template: str, messages: Messages, named: Mapping[str, str]) -> str
     }
     try:
         return environment.from_string(template).render(**values)
-    except Exception as e:  # whatever the template raises is its author's to mend
+    except Exception as e:  # a template may raise anything
         raise ValueError(f"the chat template: {type(e).__name__}: {e}") from None

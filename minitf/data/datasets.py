@@ -1,4 +1,4 @@
-"""Datasets: what a config's data.kind names, loaded as documents of token ids."""
+"""Datasets: the kinds of data.kind, each loaded as a training and a validation store of token ids."""
 
 import dataclasses
 import hashlib
@@ -85,29 +85,29 @@ class DataConfig:
 
 
 class Corpus(NamedTuple):
-    """What a dataset kind loads."""
+    """A loaded dataset."""
 
     train: Store
     val: Store
-    tokenizer: Tokenizer | None  # None: the ids came from elsewhere
-    size: int  # bytes read
-    sha256: str  # of them
-    frame: Frame  # of its documents
-    name: str = ""  # of one of several
-    note: str | None = None  # what a run should say of it
+    tokenizer: Tokenizer | None  # None: the data are token ids already
+    size: int  # bytes of data
+    sha256: str  # identifies the data; `load_tokens` hashes samples only
+    frame: Frame  # how its documents begin and end
+    name: str = ""  # within a mixture
+    note: str | None = None  # a message for the log of a run
 
 
-Framing = Callable[[Tokenizer], Frame]  # how texts that are encoded at the start begin and end; a store says so itself
+Framing = Callable[[Tokenizer], Frame]  # the frame of texts tokenized at startup; a store has its frame in its manifest
 
 
 class Source(NamedTuple):
     meaning: str
     load: Callable[[DataConfig, int | None, Framing], Corpus]  # (cfg, model.vocab_size, framing)
-    reads: tuple[str, ...] = ()  # settings of DataConfig that it alone reads
+    reads: tuple[str, ...] = ()  # settings of DataConfig that only some kinds read, this one among them
 
 
 def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig, framing: Framing) -> Corpus:
-    """Tokenizes documents. A character tokenizer takes its alphabet from both splits."""
+    """The corpus of two splits of documents. A character tokenizer takes its alphabet from both splits."""
     tokenizer = make_tokenizer(cfg.tokenizer, train + val)
     frame = framing(tokenizer)
     digest = hashlib.sha256()
@@ -120,7 +120,7 @@ def from_documents(name: str, train: Documents, val: Documents, cfg: DataConfig,
 
 
 def load_stdlib(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
-    """The running interpreter's standard library: real text that is always there. Differs between Python versions."""
+    """The running interpreter's standard library: real text that needs no download. Differs between Python versions."""
     root = sysconfig.get_path("stdlib")
     documents = list(stdlib_documents(root))
     if not documents:
@@ -129,17 +129,17 @@ def load_stdlib(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Co
 
 
 def load_text(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
-    """UTF-8 text files. Bytes are kept as they are: line ends, byte-order marks and all."""
+    """UTF-8 text files. Bytes are unchanged, line ends and byte-order marks included."""
     train, single = read_text(named_path(cfg), "data.path")
     if cfg.val_path is None and single:
-        # In characters, not in bytes, so that no character is cut; bytes where the file is not UTF-8.
+        # Cut at a share of the characters, so that none is split; of the bytes if the file is not UTF-8.
         (name, text), share = train[0], 1 - cfg.val_fraction
         try:
             chars = text.decode("utf-8")
             cut = len(chars[: int(len(chars) * share)].encode())
         except UnicodeDecodeError:
             if cfg.tokenizer != "bytes":
-                as_unicode(text, name)  # raises, with the place in the file and not in a part of it
+                as_unicode(text, name)  # raises now: the message has the position in the file, not in one split
             cut = int(len(text) * share)
         return from_splits(cfg, [(name, text[:cut])], [(name, text[cut:])], framing)
     val = None if cfg.val_path is None else read_text(cfg.val_path, "data.val_path")[0]
@@ -153,7 +153,7 @@ def named_path(cfg: DataConfig) -> str:
 
 
 def from_splits(cfg: DataConfig, train: Documents, val: Documents | None, framing: Framing) -> Corpus:
-    """Tokenizes documents; val None: those that the hash of their name chooses. Raises ValueError where there are none."""
+    """The corpus of documents; val None: chosen by a hash of their names. Raises ValueError if no training document has text."""
     if val is None:
         train, val = split_by_name(train, cfg.val_fraction)
     if not any(text for _, text in train):
@@ -164,7 +164,7 @@ def from_splits(cfg: DataConfig, train: Documents, val: Documents | None, framin
 
 
 def load_files(cfg: DataConfig, framing: Framing, read: Callable[[str, Path, str], Documents]) -> Corpus:
-    """The documents of all files that data.path and data.val_path name; read(name, path, setting) gives those of one."""
+    """The corpus of all files that data.path and data.val_path name; read(name, path, setting) returns one file's documents."""
 
     def all_of(pattern: str, setting: str) -> Documents:
         return [doc for name, path in find_files(pattern, setting)[0] for doc in read(name, path, setting)]
@@ -174,7 +174,7 @@ def load_files(cfg: DataConfig, framing: Framing, read: Callable[[str, Path, str
 
 
 def load_parquet(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
-    """A column of parquet files, a row a document. Read whole: parquet has no random access to a row."""
+    """A column of parquet files, one document per row. Files are read whole: parquet has no random access to a row."""
     parquet = arrow(".parquet")
 
     def read(name: str, path: Path, setting: str) -> Documents:
@@ -189,12 +189,12 @@ def load_parquet(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> C
 
 
 def load_arrayrecord(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
-    """Records of ArrayRecord files, each the UTF-8 text of a document."""
+    """ArrayRecord files, each record the UTF-8 text of one document."""
 
     def read(name: str, path: Path, setting: str) -> Documents:
         try:
             source = grain.sources.ArrayRecordDataSource([str(path)])
-        except Exception as e:  # it raises nothing narrower
+        except Exception as e:  # Grain raises nothing narrower
             raise ValueError(f"{setting}: {path}: no ArrayRecord file: {e}") from None
         return texts_of(name, (source[i] for i in range(len(source))), path.stat().st_size)
 
@@ -202,8 +202,8 @@ def load_arrayrecord(cfg: DataConfig, vocab_size: int | None, framing: Framing) 
 
 
 def load_huggingface(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
-    """A folder that `save_to_disk` of Hugging Face's datasets wrote: one dataset, or splits of which train and validation (or
-    test) are taken."""
+    """A folder written by `save_to_disk` of Hugging Face's datasets: one dataset, or several splits, of which train and validation
+    (or val, or test) are used."""
     ipc, pyarrow = arrow(".ipc"), arrow("")
 
     def read(directory: Path, setting: str) -> Documents:
@@ -237,7 +237,7 @@ TOKEN_DTYPES = dict.fromkeys(("uint8", "uint16", "uint32", "uint64", "int32", "i
 
 
 def load_tokens(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
-    """Flat files of token ids: nanoGPT's train.bin and val.bin, or one file whose end is for validation."""
+    """Flat files of token ids: nanoGPT's train.bin and val.bin, or one file whose end is the validation split."""
     if cfg.path is None:
         raise ValueError("data.path=None: data.kind=tokens needs a file, or a directory with train.bin and val.bin")
     if vocab_size is None:
@@ -262,7 +262,7 @@ def load_tokens(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Co
     elif path.is_dir():
         files.append(find(path, "val"))
     stores = [open_tokens(f, cfg.token_dtype, vocab_size, cfg.eos_id) for f in files]
-    # Not of the contents: a token file may be larger than the memory. Names, sizes and both ends tell files apart.
+    # Names, lengths and both ends identify the files. Not all contents: a token file may be larger than memory.
     digest = hashlib.sha256()
     for f, s in zip(files, stores, strict=True):
         digest.update(f"{f.name} {len(s)}".encode() + s.ids[:4096].tobytes() + s.ids[-4096:].tobytes())
@@ -284,7 +284,7 @@ SYNTHETIC_PERIODS = 64
 
 
 def load_synthetic(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
-    """The tutorial's counting task: 0, 1, 2, ... modulo the vocabulary, so that the next id is always this one plus one."""
+    """The tutorial's counting task: 0, 1, 2, ... modulo vocab_size: the next id is always the current one plus one."""
     if vocab_size is None:
         raise ValueError("model.vocab_size=None: data.kind=synthetic counts modulo it")
     ids = (np.arange(vocab_size * SYNTHETIC_PERIODS + 1) % vocab_size).astype(id_dtype(vocab_size))
@@ -292,14 +292,14 @@ def load_synthetic(cfg: DataConfig, vocab_size: int | None, framing: Framing) ->
     return Corpus(store, store, None, ids.nbytes, hashlib.sha256(ids.tobytes()).hexdigest(), Frame())
 
 
-BEFORE = (  # of stores and runs alike
+BEFORE = (  # for stores and runs from before frames were stored
     "was made before the frame of its texts was stored, and is read as then: documents without a start token, scored from the end "
     "token; prompts with the tokenizer's own start token"
 )
 
 
 def load_store(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
-    """What `python -m tools.prepare_data` wrote. Its identity is that of its shards and its tokenizer, wherever it lies."""
+    """A store written by `python -m tools.prepare_data`. Its sha256 covers shards and tokenizer, not its path."""
     if cfg.path is None:
         raise ValueError("data.path=None: data.kind=store needs the directory of a store, or data.mixture several")
     directory = given(cfg.path, "data.path")
@@ -324,7 +324,7 @@ def load_store(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Cor
 
 
 def load_none(cfg: DataConfig, vocab_size: int | None, framing: Framing) -> Corpus:
-    """Of an imported model."""
+    """Raises ValueError: the run of an imported model has no data."""
     raise ValueError(
         "data.kind=none: the run's model was imported and has no data; evaluate takes some by --data, and a training in another "
         "work directory starts from its parameters by --config.init_from"
@@ -352,7 +352,7 @@ DATASETS = {
 
 
 def load(cfg: DataConfig, vocab_size: int | None, framing: Framing = frames.of_tokenizer) -> Corpus:
-    """The corpus that the config names. Raises ValueError for what a user can mend, a vocabulary too small among it."""
+    """The corpus of a config without a mixture. Raises ValueError for user errors, e.g. a vocab_size below the tokenizer's."""
     corpus = DATASETS[cfg.kind].load(cfg, vocab_size, framing)
     if corpus.tokenizer is not None and vocab_size is not None and corpus.tokenizer.vocab_size > vocab_size:
         raise ValueError(
@@ -362,11 +362,11 @@ def load(cfg: DataConfig, vocab_size: int | None, framing: Framing = frames.of_t
 
 
 def load_all(cfg: DataConfig, vocab_size: int | None, framing: Framing = frames.of_tokenizer) -> tuple[Corpus, ...]:
-    """The corpora that the config names: one, or those of a mixture, in its order."""
+    """The corpora of a config: one, or those of its mixture, in order. Raises ValueError if their tokenizers differ."""
     if cfg.mixture is None:
         return (load(cfg, vocab_size, framing),)
     paths = [path for path, _ in cfg.mixture]
-    # By their last names, where these tell them apart.
+    # Directory names if they are distinct, else full paths.
     names = [Path(p).name for p in paths]
     names = names if len(set(names)) == len(names) else paths
     corpora = tuple(

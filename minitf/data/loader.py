@@ -1,5 +1,5 @@
-"""Batches read ahead on a thread, by a reader that is not trusted to go on: what ends, dies, stalls or hands over another batch
-than the next one is an error that says so."""
+"""Prefetches batches on a thread. A reader that ends early, loses a worker process, stalls or returns a batch out of order raises an
+error that says so."""
 
 import multiprocessing
 import os
@@ -15,14 +15,14 @@ from absl import flags
 
 from minitf.runtime.watch import POLL, at_most
 
-AHEAD = 2  # batches that are put on the devices before they are asked for
-FIRST_FACTOR = 5  # worker processes may take so many times as long for the first batch: each imports JAX
-SILENT = 5.0  # seconds without a batch after which a process that has ended with 0 is why
-READER_CLOSING = 2.0  # seconds that each part of a reader may take to end
+AHEAD = 2  # batches prefetched to the devices
+FIRST_FACTOR = 5  # multiple of the timeout for the first batch of each worker process, which imports JAX first
+SILENT = 5.0  # seconds without a batch after which a worker that exited with status 0 is taken to be the cause
+READER_CLOSING = 2.0  # seconds allowed for each step of closing the reader
 
 
 class LoaderError(Exception):
-    """The reader of batches ended, lost a process, stalled, or handed over something else than the next batch."""
+    """The reader ended early, lost a worker process, stalled, or returned something other than the next batch."""
 
 
 def numbered(number: int, batch: Any) -> tuple[int, Any]:
@@ -30,7 +30,7 @@ def numbered(number: int, batch: Any) -> tuple[int, Any]:
 
 
 def end_with_parent(index: int, count: int) -> None:
-    """What a worker process of Grain's runs first: it ends when the process that started it has ended, however that was."""
+    """Initialiser of Grain's worker processes: the worker exits when its parent process has ended for any reason."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -41,7 +41,7 @@ def end_with_parent(index: int, count: int) -> None:
 
 
 def children() -> set[Any]:
-    """Worker processes of Grain's that run."""
+    """Grain's running worker processes."""
     return {p for p in multiprocessing.active_children() if p.name.startswith("grain-process-prefetch")}
 
 
@@ -56,15 +56,17 @@ def shapes(batch: Any) -> Any:
 
 
 class Loader:
-    """An iterator of the elements of a MapDataset of `length` batches, in order.
+    """Iterates over the batches of a MapDataset in order, prefetching them on a thread.
 
-    put:     makes of a batch what is handed on; called on the loader's thread.
-    workers: processes that read; 0: threads of this one.
-    timeout: seconds without a batch after which the reader counts as stalled; None: never. Time in which this process itself
-             is stopped does not count.
-    until:   asked while a batch is waited for: True ends the iteration.
+    put:      transforms each batch (e.g. places it on devices); called on the loader's thread.
+    threads:  threads that read rows, in this process or in each worker.
+    prefetch: batches read ahead, in this process or by each worker.
+    workers:  processes that read rows; 0: threads of this process.
+    timeout:  seconds without a batch after which the reader counts as stalled; None: never. Time while this process is suspended
+              does not count.
+    until:    polled while waiting for a batch; True ends the iteration.
 
-    `next` raises LoaderError, or what the reading of a row has raised.
+    `next` raises LoaderError, or the exception that reading a row raised.
     """
 
     def __init__(
@@ -81,9 +83,9 @@ class Loader:
         source = batches.map_with_index(numbered)
         self._source = source.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch))
         if workers:
-            if not flags.FLAGS.is_parsed():  # Grain's processes ask for them
+            if not flags.FLAGS.is_parsed():  # Grain's processes read absl flags
                 flags.FLAGS.mark_as_parsed()
-            # One that is killed leaves blocks of memory, which Python's own tracker frees, and would tell of, at the end.
+            # A killed worker leaks shared memory. Python's resource tracker frees it at exit; this silences its warning.
             quiet = "ignore:resource_tracker:UserWarning"
             if quiet not in os.environ.get("PYTHONWARNINGS", ""):
                 os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
@@ -95,9 +97,9 @@ class Loader:
         self._closed = threading.Event()
         self._reader: Any = None  # Grain's iterator
         self._thread: threading.Thread | None = None
-        self._known: set[Any] = set()  # processes of other loaders
+        self._known: set[Any] = set()  # worker processes of other loaders
         self._own: set[Any] = set()
-        self._read = self._taken = 0  # batches, from Grain and by the caller
+        self._read = self._taken = 0  # batches read from Grain; batches returned to the caller
         self._shapes: Any = None
 
     def __iter__(self) -> "Loader":
@@ -122,7 +124,7 @@ class Loader:
         return found
 
     def _wait(self) -> Any:
-        """The next batch; None: `until` says so."""
+        """The next batch; None if `until` returned True."""
         waited, limit = 0.0, self._timeout
         if limit is not None and self._taken < self._workers:
             limit *= FIRST_FACTOR
@@ -133,34 +135,34 @@ class Loader:
                 if self._until():
                     return None
                 self._check_workers(waited)
-                waited += POLL  # polls and not the clock, which goes on while this process is stopped
+                waited += POLL  # counts polls: the clock also runs while this process is suspended
                 if limit is not None and waited >= limit:
                     hangs = "a worker process or the storage hangs" if self._workers else "the storage hangs"
                     raise LoaderError(f"no batch for {limit:g} s (data.timeout): {hangs}") from None
                 continue
             if what == "error":
-                self._check_workers()  # whose end may be why Grain raises
+                self._check_workers()  # a dead worker is the better explanation of Grain's error
                 raise value
             if what == "end":
                 raise LoaderError(f"the loader ended after {self._taken} of {self._length} batches")
             return value
 
     def _find_workers(self) -> None:
-        if self._workers and self._taken <= self._workers:  # later, each has given a batch and is known
+        if self._workers and self._taken <= self._workers:  # later, every worker has returned a batch and is known
             self._own |= children() - self._known
 
     def _check_workers(self, waited: float = 0.0) -> None:
-        """Raises LoaderError where a process has ended before its time."""
+        """Raises LoaderError if a worker process ended early."""
         self._find_workers()
         for process in self._own:
-            # With 0 ends, too, one that has read its share, when no more is left than is read ahead, and one whose error is on
-            # its way to us. Of no other does Grain notice that it has ended with 0.
+            # Status 0 is normal for a worker that has read its share (all that is left is prefetched) or whose error is on its
+            # way here. In all other cases Grain does not notice that a worker exited with status 0.
             left = self._length - self._read > self._workers * (self._prefetch + 2)
             if process.exitcode or (process.exitcode == 0 and left and waited >= SILENT):
                 raise LoaderError(f"{ended(process)}: the rows that it was to read are missing")
 
     def _work(self) -> None:
-        """On the thread."""
+        """Body of the loader's thread: reads batches, checks them and puts them into the queue."""
         try:
             self._reader = iter(self._source)
             for number, batch in self._reader:
@@ -171,7 +173,7 @@ class Loader:
                 if found != (self._shapes or found):
                     raise LoaderError(f"the loader gave a batch of {found} behind ones of {self._shapes}")
                 self._shapes = found
-                if self._workers:  # whose arrays lie in memory that is shared with them and used again
+                if self._workers:  # their arrays are views of shared memory that they reuse
                     batch = {name: np.array(value) for name, value in batch.items()}
                 self._hand_on("batch", self._put(batch))
                 if self._closed.is_set():
@@ -188,14 +190,14 @@ class Loader:
                 pass
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the reader and its processes within some seconds."""
+        """Ends the reader and its worker processes within seconds. `failed`: kills the workers first."""
         if self._closed.is_set():
             return
         self._closed.set()
         if self._thread is None:
             return
         self._find_workers()
-        if failed:  # so that Grain ends on the thread, too: it would wait for a process that is stopped
+        if failed:  # else Grain, on the thread, would wait for a suspended worker
             self._kill()
             self._thread.join(READER_CLOSING)
         at_most(READER_CLOSING, lambda: self._reader.close())

@@ -1,4 +1,4 @@
-"""Documents of text, read from files; and as a store in memory."""
+"""Reads text documents from files, and tokenizes them into a store in memory."""
 
 import dataclasses
 import glob
@@ -21,7 +21,7 @@ Documents = list[tuple[str, bytes]]  # (name, text)
 
 
 def hashed_to_val(name: str, fraction: float) -> bool:
-    """Whether a document of this name belongs to validation: its place never changes when others come or go."""
+    """Whether a document of this name belongs to validation. Adding or removing others does not change its split."""
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:4], "big") < fraction * 2**32
 
 
@@ -31,7 +31,7 @@ def split_by_name(documents: Documents, fraction: float) -> tuple[Documents, Doc
     return tuple([d for d, v in zip(documents, is_val, strict=True) if v == want] for want in (False, True))
 
 
-# Tests, tables and generated files of the standard library: no text to learn from.
+# Skipped parts of the standard library: tests, tables and generated files.
 SKIPPED_DIRS = frozenset(
     "site-packages dist-packages __pycache__ test tests idle_test idlelib lib2to3 turtledemo pydoc_data ensurepip encodings".split()
 )
@@ -39,19 +39,19 @@ STDLIB_VAL_FRACTION = 13 / 256
 
 
 def stdlib_documents(root: str) -> Iterator[tuple[str, bytes]]:
-    """(path relative to root, text) of the interpreter's own modules, in the order of their names."""
+    """(path relative to root, text) of the interpreter's own modules, sorted by name within each directory."""
     for directory, dirs, files in os.walk(root):
         dirs[:] = sorted(d for d in dirs if d not in SKIPPED_DIRS and not d.startswith("config-"))
         for file in sorted(files):
-            if file.endswith(".py") and not file.startswith("_sysconfigdata"):  # that one describes the machine
+            if file.endswith(".py") and not file.startswith("_sysconfigdata"):  # differs between machines
                 path = Path(directory, file)
-                # Some installations have CR LF: the text should be the same everywhere.
+                # Some installations have CR LF; the text must be the same everywhere.
                 yield path.relative_to(root).as_posix(), path.read_bytes().replace(b"\r\n", b"\n")
 
 
 def find_files(pattern: str, setting: str) -> tuple[list[tuple[str, Path]], bool]:
-    """(name, path) of the files that a file, a directory (all files below it) or a glob names, and whether it named one file.
-    Names begin below the directory or the glob's first wildcard: split and checksum are the same wherever the files lie."""
+    """((name, path) of each file, whether the pattern is one file). The pattern: a file, a directory (all files below it) or a glob.
+    Names are relative to the directory or to the glob's fixed part: split and checksum do not depend on where the files are."""
     path = given(pattern, setting)
     if path.is_file():
         return [(path.name, path)], True
@@ -69,7 +69,7 @@ def find_files(pattern: str, setting: str) -> tuple[list[tuple[str, Path]], bool
 
 
 def read_text(pattern: str, setting: str) -> tuple[Documents, bool]:
-    """The files that `find_files` finds, each a document; and whether it named one file."""
+    """(one document per file from `find_files`, whether the pattern is one file). Raises ValueError for binary containers."""
     files, single = find_files(pattern, setting)
     texts = [(name, path.read_bytes()) for name, path in files]
     for (_, path), (_, text) in zip(files, texts, strict=True):
@@ -82,12 +82,12 @@ def read_text(pattern: str, setting: str) -> tuple[Documents, bool]:
     return texts, single
 
 
-LIMIT = 2**30  # bytes of text that a start may tokenize
+LIMIT = 2**30  # bytes of text that may be tokenized at startup
 
 
 def texts_of(source: str, rows: Iterator[Any], at_all: int) -> Documents:
-    """Rows as documents, named by their numbers. Raises ValueError where one is no text, or where they are too much for a
-    start."""
+    """Rows of a table as documents, named by their numbers. `at_all`: bytes of all rows. Raises ValueError if a row is not text, or
+    above LIMIT."""
     if at_all > LIMIT:
         raise ValueError(
             f"data.path: {source} holds {at_all / 1e9:.1f} GB, too much to tokenize at each start; "
@@ -117,7 +117,7 @@ def arrow(module: str) -> Any:
 
 
 def tokenized(name: str, texts: Documents, tokenizer: Tokenizer, frame: Frame, rows: int | None = None) -> Store:
-    """Documents as a store in memory, each in its frame. Raises ValueError for an id that is not below `rows`, where given."""
+    """Documents, framed and tokenized, as a store in memory. Raises DataError for an id not below `rows`; None: not checked."""
     size = tokenizer.vocab_size
     ids = [long_texts.encode(tokenizer, text, doc) for doc, text in texts]
     if rows is not None and rows < size:
@@ -128,7 +128,7 @@ def tokenized(name: str, texts: Documents, tokenizer: Tokenizer, frame: Frame, r
 
 
 def characters(tokenizer: Tokenizer, texts: Documents) -> str:
-    """Those of texts that the tokenizer may not hold, each once."""
+    """Distinct characters of texts, to be checked with `lost_note`; "" for minitf's own tokenizers, which lose none."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return ""
     return "".join(set().union(*(text.decode() for _, text in texts)))

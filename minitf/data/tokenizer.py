@@ -1,4 +1,4 @@
-"""Text to ids and back, byte for byte. A tokenizer maps bytes (UTF-8 text) to ids; special ids never come out of text."""
+"""Tokenizers: UTF-8 bytes to ids and back, byte for byte. Text encodes to special ids only on request (`specials=True`)."""
 
 import dataclasses
 import hashlib
@@ -8,12 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-# The roles of special ids and the spellings that the field uses for them, the likelier first.
+# Roles of special tokens and their usual spellings, the most common first.
 SPELLINGS = {
     "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"),  # ends a document
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]"),
     "pad": ("<|pad|>", "<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "[PAD]"),
-    "turn_start": ("<|im_start|>",),  # of a turn in a conversation, before the role's name (ChatML)
+    "turn_start": ("<|im_start|>",),  # starts a turn of a conversation, before the name of its role (ChatML)
     "turn_end": ("<|im_end|>",),
 }
 
@@ -21,16 +21,16 @@ SPELLINGS = {
 class Tokenizer(Protocol):
     name: str
     specials: Mapping[str, int]  # role (see SPELLINGS) -> id
-    prefix: tuple[int, ...]  # ids that it puts before each text by itself; frame.py decides what begins a text
+    prefix: tuple[int, ...]  # ids that its post-processor puts before each text; `encode` does not: see frame.py
 
     @property
     def spelled(self) -> Mapping[str, int]:
-        """Special ids by their spelling."""
+        """Spelling -> special id."""
         ...
 
     @property
     def named(self) -> Mapping[str, str]:
-        """Spellings of special tokens by the names that templates have for them: bos_token, eos_token, ..."""
+        """Name in chat templates (bos_token, eos_token, ...) -> spelling of the special token."""
         ...
 
     @property
@@ -38,35 +38,35 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of everything that decides the ids."""
+        """sha256 of everything that determines the ids."""
         ...
 
     @property
     def byte_lengths(self) -> np.ndarray | None:
-        """int32 [vocab_size]: bytes of text that each id stands for, 0 for special ids; None where that depends on its place."""
+        """int32 [vocab_size]: bytes of text that each id decodes to, 0 for special ids; None if that depends on context."""
         ...
 
     def encode(self, text: bytes, source: str = "text", *, specials: bool = False) -> np.ndarray:
-        """Ids of one document, in the narrowest unsigned type. `specials`: what spells a special token is one; else it is text.
-        Raises ValueError naming `source`."""
+        """Ids of one document, in the narrowest unsigned dtype. `specials`: text that spells a special token becomes its id; otherwise
+        it stays text. Raises ValueError naming `source`."""
         ...
 
     def decode(self, ids: np.ndarray) -> bytes:
-        """The text of ids; special ids give nothing."""
+        """The text of ids; special ids decode to nothing."""
         ...
 
     def lost(self, text: str) -> str:
-        """The characters of a text that its ids do not hold: left out, or all written as one unknown token."""
+        """The characters of a text that encoding loses: dropped, or mapped to the unknown token."""
         ...
 
 
 def by_role(specials: Mapping[str, int]) -> dict[str, int]:
-    """Our own tokenizers' special ids by the spelling that is the usual one for their role."""
+    """Usual spelling -> special id, for minitf's own tokenizers."""
     return {SPELLINGS[role][0]: i for role, i in specials.items()}
 
 
 def split_specials(text: bytes, spelled: Mapping[str, int]) -> list[bytes | int]:
-    """The text cut at what spells a special token: pieces of text, and ids."""
+    """The text split at spellings of special tokens: pieces of text, and the tokens' ids."""
     if not spelled:
         return [text]
     longest_first = sorted(spelled, key=len, reverse=True)
@@ -75,13 +75,13 @@ def split_specials(text: bytes, spelled: Mapping[str, int]) -> list[bytes | int]
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest unsigned type that holds every id below vocab_size."""
+    """The narrowest unsigned dtype that holds every id below vocab_size."""
     return np.min_scalar_type(max(vocab_size - 1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-    """256 bytes, then three special ids. Every file round-trips, whatever its encoding, line ends or byte-order mark."""
+    """256 byte ids, then three special ids. Every file round-trips, whatever its encoding, line ends or byte-order mark."""
 
     name: str = "bytes"
     specials: dict[str, int] = dataclasses.field(default_factory=lambda: {"eos": 256, "bos": 257, "pad": 258})
@@ -122,7 +122,7 @@ class ByteTokenizer:
 
 
 def as_unicode(text: bytes, source: str) -> str:
-    """UTF-8 text. Raises ValueError naming the source and the first bad byte."""
+    """UTF-8 bytes as a string. Raises ValueError naming the source and the first bad byte."""
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as e:
@@ -138,7 +138,7 @@ def code_points(text: bytes, source: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class CharTokenizer:
-    """One id for each character of an alphabet, in the order of their code points; no special ids."""
+    """One id for each character of an alphabet, in code point order; no special ids."""
 
     alphabet: str
     name: str = "chars"
@@ -147,7 +147,7 @@ class CharTokenizer:
 
     @classmethod
     def of(cls, documents: list[tuple[str, bytes]]) -> "CharTokenizer":
-        """The characters of (source, text) documents."""
+        """The tokenizer whose alphabet is the characters of (source, text) documents."""
         points = [np.unique(code_points(text, source)) for source, text in documents]
         return cls("".join(map(chr, np.unique(np.concatenate(points)))) if points else "")
 
@@ -187,4 +187,4 @@ class CharTokenizer:
         return "".join(self.alphabet[i] for i in np.asarray(ids)).encode()
 
     def lost(self, text: str) -> str:
-        return ""  # `encode` refuses what it does not know
+        return ""  # `encode` raises on unknown characters

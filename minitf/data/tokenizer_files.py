@@ -1,4 +1,4 @@
-"""Tokenizers in files: Hugging Face's tokenizer.json, ours beside it, and the tokenizer that a setting names."""
+"""Tokenizer files: Hugging Face's tokenizer.json, minitf's own kinds in the same file name, and the lookup of data.tokenizer."""
 
 import functools
 import hashlib
@@ -15,8 +15,8 @@ from minitf.tables import pick
 
 @functools.cache
 def bytes_of_letters() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte, and the byte: GPT-2's bytes_to_unicode
-    (https://github.com/openai/gpt-2, src/encoder.py). Printable bytes stand for themselves, the others for 256, 257, ..."""
+    """Printable character that byte-level BPE writes for a byte -> that byte: GPT-2's bytes_to_unicode
+    (https://github.com/openai/gpt-2, src/encoder.py). Printable bytes map to themselves, the others to 256, 257, ..."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -26,7 +26,7 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json`, through Hugging Face's `tokenizers`. Text that spells a special token stays text."""
 
     def __init__(self, path: Path):
-        """The file; special ids are those that tokenizer_config.json beside it names, else by their usual spellings."""
+        """Loads the file. Special ids come from tokenizer_config.json beside it, or else from the usual spellings."""
         try:
             import tokenizers
         except ImportError:
@@ -37,7 +37,7 @@ class HuggingFaceTokenizer:
             self.library = tokenizers.Tokenizer.from_buffer(self.contents)
         except OSError as e:
             raise ValueError(f"{path}: {e.strerror}") from None
-        except Exception as e:  # it raises nothing narrower
+        except Exception as e:  # tokenizers raises nothing narrower
             raise ValueError(f"{path}: no tokenizer.json of Hugging Face's tokenizers: {e}") from None
         self.library.no_padding()
         self.library.no_truncation()
@@ -45,8 +45,8 @@ class HuggingFaceTokenizer:
         self.library.encode_special_tokens = True
         self._vocabulary = self.library.get_vocab(with_added_tokens=True)
         self.specials = self._named_specials()
-        # What its own post-processor puts there: <s>, <|begin_of_text|>, or nothing. Of an empty text it would not tell what
-        # stands before from what stands behind.
+        # What its post-processor puts before a text: <s>, <|begin_of_text|>, or nothing. An empty text would not show which
+        # tokens come before and which after.
         around = self.library.encode("a", add_special_tokens=True).ids
         text = self.library.encode("a", add_special_tokens=False).ids
         at = next((i for i in range(len(around)) if text and around[i : i + len(text)] == text), None)
@@ -54,7 +54,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """tokenizer_config.json beside the file, and what special_tokens_map.json alone says; {} where there is neither."""
+        """special_tokens_map.json overridden by tokenizer_config.json, both beside the file; {} if neither exists."""
         tree: dict[str, Any] = {}
         for path in map(self.path.with_name, (SPECIALS_FILE, TOKENIZER_CONFIG)):
             try:
@@ -68,14 +68,14 @@ class HuggingFaceTokenizer:
         added = {t.content for t in self.library.get_added_tokens_decoder().values() if t.special}
         for role, spellings in SPELLINGS.items():
             named = self._token(f"{role}_token")
-            # A usual spelling may also be a plain entry, learnt from text.
+            # A usual spelling counts only if it is marked as special: it may also be an ordinary entry, learnt from text.
             known = [t for t in ([named] if named in self._vocabulary else spellings) if t == named or t in added]
             if known:
                 specials[role] = self._vocabulary[known[0]]
         return specials
 
     def _token(self, key: str) -> Any:
-        """The spelling of a token that the configuration names."""
+        """Spelling of the token under this key of the configuration; None if absent."""
         token = self.config.get(key)
         return token.get("content") if isinstance(token, dict) else token
 
@@ -100,7 +100,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _pieces(self) -> list[bytes] | None:
-        """The bytes of each id, for byte-level BPE; None for others, whose text depends on an id's place."""
+        """The bytes of each id, for byte-level BPE; None for other tokenizers, where the text of an id depends on context."""
         decoder, _ = self._read
         kinds = {d["type"] for d in decoder.get("decoders", [decoder]) if "type" in d}
         if kinds != {"ByteLevel"}:
@@ -108,11 +108,11 @@ class HuggingFaceTokenizer:
         added = self.library.get_added_tokens_decoder()
         letters, pieces = bytes_of_letters(), [b""] * self.vocab_size
         for token, i in self._vocabulary.items():
-            if i in added:  # spelt as text
+            if i in added:  # added tokens are stored as plain text
                 pieces[i] = b"" if added[i].special else token.encode()
             elif all(c in letters for c in token):
                 pieces[i] = bytes(letters[c] for c in token)
-            else:  # an entry that is not made of bytes stands for its own text, as in the library's decoder
+            else:  # an entry with other characters is its own text, as in the library's decoder
                 pieces[i] = token.encode()
         return pieces
 
@@ -121,14 +121,14 @@ class HuggingFaceTokenizer:
         return None if self._pieces is None else np.array([len(p) for p in self._pieces], np.int32)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, encoded on as many threads as the library takes (RAYON_NUM_THREADS)."""
+        """Ids of each text, encoded on the library's own threads (RAYON_NUM_THREADS)."""
         found = self.library.encode_batch_fast(texts, add_special_tokens=False)
         dtype = id_dtype(self.vocab_size)
         return [np.array(e.ids, dtype) for e in found]
 
     @functools.cached_property
     def _reading_specials(self) -> Any:
-        """The library, told that what spells a special token is one."""
+        """The library's tokenizer, which encodes spellings of special tokens to their ids."""
         found = type(self.library).from_buffer(self.contents)
         found.no_padding()
         found.no_truncation()
@@ -148,14 +148,14 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _read(self) -> tuple[dict[str, Any], int | None]:
-        """Of the file, which may be long: its decoder; the id of what the vocabulary does not hold."""
+        """(decoder configuration, id of the unknown token or None). Cached: the file may be large."""
         tree = json.loads(self.contents)
         token = tree["model"].get("unk_token")
         return tree.get("decoder") or {}, self._vocabulary.get(token) if token else tree["model"].get("unk_id")
 
     def lost(self, text: str) -> str:
         characters = [c for c in sorted(set(text)) if not c.isspace()]
-        # Between others: a normaliser may take away what stands at an end. An accent becomes one letter with the one before.
+        # Between letters: a normaliser may strip the ends of a text. An accent combines with the letter before it.
         nothing, *found = self.encode_batch(["aa", *(f"a{c}a" for c in characters)])
         without = self.decode(nothing)
         gone = lambda ids: self._read[1] in ids.tolist() or self.decode(ids) == without
@@ -163,7 +163,7 @@ class HuggingFaceTokenizer:
 
 
 def lost_note(tokenizer: Tokenizer, text: str, where: str) -> str | None:
-    """What to say of the characters of a text that its ids do not hold; None: they hold all."""
+    """A warning that lists the characters of a text that encoding loses; None if it loses none."""
     lost = tokenizer.lost(text)
     if not lost:
         return None
@@ -178,7 +178,7 @@ TOKENIZERS = {  # name -> tokenizer for these (source, text) documents
 
 
 def is_file_name(name: str) -> bool:
-    """Whether data.tokenizer names a tokenizer.json, or a directory that holds one, and not one of TOKENIZERS."""
+    """Whether data.tokenizer is the path of a tokenizer.json or of its directory, not one of TOKENIZERS."""
     return name not in TOKENIZERS and (name.endswith(".json") or "/" in name or Path(name).is_dir())
 
 
@@ -188,7 +188,7 @@ def find_file(name: str, setting: str = "data.tokenizer") -> Path:
 
 
 def check_name(name: str, setting: str = "data.tokenizer") -> None:
-    """Raises ValueError where the setting names no tokenizer."""
+    """Raises ValueError if the setting names no tokenizer."""
     if not is_file_name(name):
         pick(setting, {**TOKENIZERS, "PATH/tokenizer.json": None}, name)
     elif not find_file(name, setting).is_file():
@@ -196,8 +196,8 @@ def check_name(name: str, setting: str = "data.tokenizer") -> None:
 
 
 def make_tokenizer(name: str, documents: list[tuple[str, bytes]], setting: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer that a setting names, for these (source, text) documents: one of TOKENIZERS, or a tokenizer.json by its
-    path or its directory's. Raises ValueError where there is none."""
+    """The tokenizer that a setting names: one of TOKENIZERS, made for these (source, text) documents, or a tokenizer.json by its path
+    or its directory's. Raises ValueError if there is none."""
     check_name(name, setting)
     return load_tokenizer(find_file(name, setting)) if is_file_name(name) else TOKENIZERS[name](documents)
 
@@ -205,12 +205,12 @@ def make_tokenizer(name: str, documents: list[tuple[str, bytes]], setting: str =
 TOKENIZER_FILE, TOKENIZER_CONFIG = (
     "tokenizer.json",
     "tokenizer_config.json",
-)  # Hugging Face's names, for our own kinds too
-SPECIALS_FILE = "special_tokens_map.json"  # its older file for the roles of special tokens
+)  # Hugging Face's names, used for minitf's own kinds too
+SPECIALS_FILE = "special_tokens_map.json"  # Hugging Face's older file for the roles of special tokens
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """What `load_tokenizer` reads. A Hugging Face tokenizer stays its own file, byte for byte."""
+    """Writes what `load_tokenizer` reads. A Hugging Face tokenizer.json is copied byte for byte."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         (directory / TOKENIZER_FILE).write_bytes(tokenizer.contents)
         (directory / TOKENIZER_CONFIG).write_text(json.dumps(tokenizer.config, indent=2) + "\n")
@@ -220,7 +220,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a file that `save_tokenizer` wrote, or of any Hugging Face tokenizer.json. Raises ValueError naming it."""
+    """The tokenizer in a file from `save_tokenizer`, or in any Hugging Face tokenizer.json. Raises ValueError naming the file."""
     try:
         tree = json.loads(path.read_text())
     except OSError as e:
