@@ -312,7 +312,7 @@ def test_a_search_cuts_the_batch_until_it_fits_and_doubles_it_while_it_does(monk
 @needs_compiler
 @pytest.mark.slow
 def test_a_search_on_a_topology(monkeypatch, capsys):
-    monkeypatch.setattr("minitf.plan.report.REMAT", {name: REMAT[name] for name in ("products", "full")})
+    monkeypatch.setattr("minitf.plan.figures.REMAT", {name: REMAT[name] for name in ("products", "full")})
     found = list(search(job_of(change(TOY, batch_size=4), topology.find_devices("v5e:2x2")), "v5e:2x2"))
     assert [(p["remat"], p["batch_size"], p["fits"]) for p in found] == [
         (remat, n, True) for remat in ("products", "full") for n in (4, 8, 16)

@@ -16,6 +16,7 @@ from minitf.data import pipeline
 from minitf.data.store import Rows
 from minitf.model.transformer import model_params
 from minitf.params import group_of, init_params, named
+from minitf.runtime.writer import MetricWriter
 from minitf.sharding.mesh import batch_sharding
 from minitf.training import evaluation
 from minitf.training import step as step_lib
@@ -82,14 +83,14 @@ def test_memory_does_not_grow_with_steps(corpus, tmp_path):
     job = job_lib.prepare(text_config(corpus, steps=500, log_every=100), jax.devices()[:1])
     (tmp_path / "w").mkdir()
     used = {}
-    write = loop.MetricWriter.write
+    write = MetricWriter.write
 
     def recording(self, step, values):
         used[step] = psutil.Process().memory_info().rss
         write(self, step, values)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(loop.MetricWriter, "write", recording)
+        m.setattr(MetricWriter, "write", recording)
         loop.train(job, tmp_path / "w")
     assert used[500] < 1.05 * used[100]
 
@@ -116,7 +117,7 @@ def test_tiny_has_the_same_first_ten_losses_on_every_mesh(tmp_path, mesh):
         job = job_lib.prepare(change(cfg, **sizes), jax.devices()[:1] if name == "1" else None)
         (tmp_path / name).mkdir()
         with pytest.MonkeyPatch.context() as m:
-            m.setattr(loop.MetricWriter, "write", stop_after(10, losses.setdefault(name, [])))
+            m.setattr(MetricWriter, "write", stop_after(10, losses.setdefault(name, [])))
             with pytest.raises(StopIteration):
                 loop.train(job, tmp_path / name)
     assert len(losses["1"]) == 10
