@@ -58,13 +58,11 @@ def shapes(batch: Any) -> Any:
 class Loader:
     """Iterates over the batches of a MapDataset in order, prefetching them on a thread.
 
-    put:      transforms each batch (e.g. places it on devices); called on the loader's thread.
-    threads:  threads that read rows, in this process or in each worker.
-    prefetch: batches read ahead, in this process or by each worker.
-    workers:  processes that read rows; 0: threads of this process.
-    timeout:  seconds without a batch after which the reader counts as stalled; None: never. Time while this process is suspended
-              does not count.
-    until:    polled while waiting for a batch; True ends the iteration.
+    put:     transforms each batch (e.g. places it on devices); called on the loader's thread.
+    workers: processes that read rows, with `prefetch` batches each; 0: `threads` threads of this process.
+    timeout: seconds without a batch after which the reader counts as stalled; None: never. Time while this process is suspended
+             does not count.
+    until:   polled while waiting for a batch; True ends the iteration.
 
     `next` raises LoaderError, or the exception that reading a row raised.
     """

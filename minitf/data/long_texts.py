@@ -1,4 +1,4 @@
-"""Long texts in pieces that are encoded one by one, and give the ids of the whole."""
+"""Splits long texts into pieces whose ids, encoded separately and concatenated, are those of the whole text."""
 
 import functools
 import itertools
@@ -10,10 +10,10 @@ import numpy as np
 from minitf.data.tokenizer import Tokenizer, as_unicode
 from minitf.data.tokenizer_files import HuggingFaceTokenizer
 
-BLOCK_BYTES = 8 << 20  # bytes of a text that are in memory at a time
-PIECE_BYTES = 128 << 10  # bytes of a long text that are encoded at a time
-NEAR = 512  # bytes on each side of a cut that decide whether it changes ids
-WINDOW = 16 << 20  # how far a cut is looked for
+BLOCK_BYTES = 8 << 20  # bytes of a text read at a time
+PIECE_BYTES = 128 << 10  # bytes of a long text encoded at a time
+NEAR = 512  # bytes on each side of a cut that are encoded to test whether it changes ids
+WINDOW = 16 << 20  # bytes searched for a cut
 
 
 def slices(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -22,7 +22,7 @@ def slices(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def place_for_cut(text: bytes, start: int, low: int, high: int, fits: Callable[[bytes, bytes], bool]) -> int | None:
-    """Where in low .. high the piece that begins at start may end: at a newline, else before a space."""
+    """Position in low .. high where the piece that begins at start may end: at a newline, else before a space; None: nowhere."""
     for mark, behind in ((b"\n", 1), (b"\n", 0), (b" ", 0)):
         at = low
         for _ in range(16):
@@ -39,8 +39,8 @@ def place_for_cut(text: bytes, start: int, low: int, high: int, fits: Callable[[
 def pieces(
     blocks: Iterable[bytes], fits: Callable[[bytes, bytes], bool], size: int = PIECE_BYTES, window: int = WINDOW
 ) -> Iterator[bytes]:
-    """A text in pieces of about `size`, cut only where `fits` says of what stands before and behind that it is right. Raises
-    ValueError where there is no such place in a window."""
+    """A text in pieces of about `size` bytes, cut only where `fits(text before, text after)`. Raises ValueError if `window` bytes have
+    no such place."""
     text, low = b"", size
     for block in blocks:
         text, start = text + block, 0
@@ -62,15 +62,15 @@ def pieces(
 
 
 class Behind(bytes):
-    """A piece of a text, but not its first."""
+    """A piece of a text that is not its first."""
 
 
-ANCHOR = "\n"  # stands for the text before a piece
+ANCHOR = "\n"  # replaces the text before a piece
 
 
 def encode_behind(tokenizer: HuggingFaceTokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Ids of texts that stand behind others. A tokenizer may put a mark before each text (SentencePiece's space, in Llama 2): then
-    it is put before what stands for the other text, and its ids are taken away."""
+    """Ids of texts that continue others. A tokenizer may prepend a mark to each text (SentencePiece's space, in Llama 2): then ANCHOR
+    is encoded in front, gets the mark, and its ids are removed."""
     of_anchor, marked, behind = tokenizer.encode_batch([ANCHOR, "a", f"{ANCHOR}a"])
     if np.array_equal(np.concatenate([of_anchor, marked]), behind):
         return tokenizer.encode_batch(texts)
@@ -78,32 +78,32 @@ def encode_behind(tokenizer: HuggingFaceTokenizer, texts: list[str]) -> list[np.
 
 
 def keeps_ids(tokenizer: HuggingFaceTokenizer, before: bytes, behind: bytes) -> bool:
-    """Whether a cut between two texts gives the ids of both together."""
-    left, right = before.decode(errors="ignore"), behind.decode(errors="ignore")  # their far ends may be half a letter
+    """Whether two texts, encoded separately, give the ids of their concatenation."""
+    left, right = before.decode(errors="ignore"), behind.decode(errors="ignore")  # far ends may split a character
     if not left.strip() or not right.strip():
-        return False  # a run of spaces may go on further than can be seen here, and be one token with what follows
+        return False  # a run of spaces may extend beyond these bytes, and be one token with what follows
     (a, whole), (b,) = tokenizer.encode_batch([left, left + right]), encode_behind(tokenizer, [right])
     return np.array_equal(np.concatenate([a, b]), whole)
 
 
 def pieces_for(tokenizer: Any) -> Callable[[Iterable[bytes]], Iterator[bytes]]:
-    """What cuts a text into pieces whose ids, one behind the other, are those of the whole; all but the first are read by
-    `encode_behind`."""
+    """A function that splits the blocks of a text into pieces whose concatenated ids are those of the whole; all pieces but the first
+    must be encoded by `encode_behind`."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return slices
     return lambda blocks: pieces(blocks, functools.partial(keeps_ids, tokenizer))
 
 
-TOGETHER = 16  # pieces that are encoded at once, on as many threads as the library takes
+TOGETHER = 16  # pieces encoded at a time, on the library's own threads
 
 
 def encode(tokenizer: Tokenizer, text: bytes, source: str) -> np.ndarray:
-    """Ids of a text of any length, as `tokenizer.encode` gives them: of a long one at once, Hugging Face's library would take a
-    hundred times its memory."""
+    """The ids of `tokenizer.encode`, for a text of any length. Hugging Face's library would need a hundred times the memory of a long
+    text to encode it at once."""
     if not isinstance(tokenizer, HuggingFaceTokenizer) or len(text) <= PIECE_BYTES:
         return tokenizer.encode(text, source)
-    as_unicode(text, source)  # raises, with the place in the whole
-    # Where there is no place to cut, the rest is one piece.
+    as_unicode(text, source)  # raises now: the message has the position in the whole text
+    # The window is the whole text: if there is no place to cut, the rest is one piece.
     found = pieces(slices([text]), functools.partial(keeps_ids, tokenizer), window=len(text))
     ids = tokenizer.encode_batch([next(found).decode()])
     while some := list(itertools.islice(found, TOGETHER)):

@@ -1,5 +1,4 @@
-"""Several endless datasets as one, in the proportion of their weights: which row of which dataset stands at a place is a function
-of the place."""
+"""Mixes several endless datasets in proportion to weights: row i of the mixture is a function of i."""
 
 import bisect
 import functools
@@ -9,11 +8,11 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-PERIOD = 2**16  # rows after which the order of the datasets repeats; weights are counted in parts of it
+PERIOD = 2**16  # rows after which the order of datasets repeats; weights are rounded to multiples of 1/PERIOD
 
 
 class Phase(NamedTuple):
-    """From `row` on the datasets are mixed by these weights; so many rows of each stand before."""
+    """Weights that apply from row number `row` on; `taken`: rows of each dataset before it."""
 
     row: int
     weights: tuple[float, ...]
@@ -21,7 +20,7 @@ class Phase(NamedTuple):
 
 
 def shares(weights: tuple[float, ...]) -> np.ndarray:
-    """Weights as whole numbers that add up to PERIOD, by the largest remainders. Raises ValueError where one is too small."""
+    """Weights as integers that sum to PERIOD, by largest remainders. Raises ValueError if one rounds to 0."""
     exact = np.array(weights) / math.fsum(weights) * PERIOD
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: PERIOD - counts.sum()]] += 1
@@ -31,7 +30,7 @@ def shares(weights: tuple[float, ...]) -> np.ndarray:
 
 
 def check_mixture(name: str, mixture: tuple[tuple[str, float], ...]) -> None:
-    """Raises ValueError for a weight too small for PERIOD, and for a store that is named twice."""
+    """Raises ValueError if a weight is too small for PERIOD or a store is named twice."""
     shares(tuple(weight for _, weight in mixture))
     if len({path for path, _ in mixture}) < len(mixture):
         raise ValueError(f"{name}={mixture}: names a store twice")
@@ -39,11 +38,11 @@ def check_mixture(name: str, mixture: tuple[tuple[str, float], ...]) -> None:
 
 @functools.cache
 def order(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(dataset [PERIOD], how many of its rows stand before [PERIOD], rows of each dataset in a period).
+    """(dataset of each row [PERIOD], number of earlier rows of that dataset [PERIOD], rows of each dataset per period).
 
-    Among the first n rows, each dataset's number differs from n times its share by less than 1, so in any window by less than 2:
-    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980). Of the datasets that may take a row without
-    running ahead, the one takes it that would fall behind first."""
+    Among the first n rows, each dataset's count differs from n times its share by less than 1, so in any window by less than 2:
+    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980). Each row goes, among the datasets that would not
+    run ahead of their share, to the one that would fall behind first."""
     counts = shares(weights)
     n = len(counts)
     slack = 1 / (2 * n - 2) if n > 1 else 0.0
@@ -59,26 +58,26 @@ def order(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def counted(weights: tuple[float, ...], rows: int) -> np.ndarray:
-    """How many of the first rows belong to each dataset."""
+    """Number of rows of each dataset among the first `rows`."""
     chosen, _, counts = order(weights)
     periods, rest = divmod(rows, PERIOD)
     return periods * counts + np.bincount(chosen[:rest], minlength=len(counts))
 
 
 def with_weights(phases: list[Phase], weights: tuple[float, ...], row: int) -> list[Phase]:
-    """The phases, with one more where the weights differ from the last one's from this row on."""
+    """The phases, plus one from `row` on if these weights differ from the last phase's."""
     if not phases:
         return [Phase(row, weights, (0,) * len(weights))]
     last = phases[-1]
     if last.weights == weights:
         return phases
     taken = np.array(last.taken) + counted(last.weights, row - last.row)
-    # A phase that has not begun is replaced.
+    # A phase that begins at or after this row never applied: it is replaced.
     return [*(p for p in phases if p.row < row), Phase(row, weights, tuple(taken.tolist()))]
 
 
 class Mixture(grain.MapDataset):
-    """Row i of the mixture."""
+    """The rows of a mixture whose weights may change between phases."""
 
     def __init__(self, datasets: list[grain.MapDataset], phases: list[Phase]):
         super().__init__(datasets)
@@ -94,7 +93,7 @@ class Mixture(grain.MapDataset):
         return dataset[place]
 
     def find(self, index: int) -> tuple[Any, int]:
-        """What its dataset finds for an element."""
+        """(rows, index in them or PADDING) of an element, from its dataset's `find`."""
         dataset, place = self._at(index)
         return dataset.find(place)
 

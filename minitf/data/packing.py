@@ -1,8 +1,8 @@
-"""Packing: documents laid into rows ahead of time, so that row i is a function of i and nothing waits in a buffer.
+"""Packing: documents are assigned to rows ahead of time, so that row i is a function of i and needs no buffer.
 
-A document of n tokens has n - 1 pairs (token, the next one), and a row of seq_len positions holds so many pairs. A plan cuts
-documents longer than a row into chunks of a whole row, and what is left of each is laid into rows with others. Each pair of each
-document stands in exactly one row. A chunk is a segment of its row: it sees no other, and its positions begin at 0.
+A document of n tokens has n - 1 pairs (token, next token), and a row of seq_len positions holds seq_len pairs. A plan splits
+documents longer than a row into chunks of a whole row; the remainders share rows with others. Each pair of each document is in
+exactly one row. A chunk is a segment of its row: it does not see other chunks, and its positions begin at 0.
 """
 
 import bisect
@@ -33,9 +33,9 @@ from minitf.paths import write_whole
 
 
 class Plan(NamedTuple):
-    """Which pairs each row holds.
+    """Assignment of pairs to rows.
 
-    begins: int64 [rows + 1], the first chunk of each row, and the number of chunks.
+    begins: int64 [rows + 1], the index of each row's first chunk, and the number of chunks.
     chunks: int64 [chunks, 2], (position in the store of the chunk's first token, its number of pairs).
     """
 
@@ -47,20 +47,20 @@ class Plan(NamedTuple):
 
 
 def documents(store: Store) -> np.ndarray:
-    """int64 [documents, 2]: (first token, pairs) of each document that has a pair."""
+    """int64 [documents, 2]: (first token, number of pairs) of each document that has a pair."""
     assert store.offsets is not None
     found = np.stack([store.offsets[:-1], np.diff(store.offsets) - 1], axis=1)
     return found[found[:, 1] > 0]
 
 
 def one_a_row(spans: np.ndarray, seq_len: int) -> Plan:
-    """Each span [spans, 2] a row of its own, in order; what is longer than a row is cut off."""
+    """The plan with one row per span [spans, 2], in order; spans longer than a row are truncated."""
     chunks = np.stack([spans[:, 0], np.minimum(spans[:, 1], seq_len)], axis=1)
     return Plan(np.arange(len(chunks) + 1, dtype=np.int64), chunks)
 
 
 def cut(spans: np.ndarray, length: int) -> np.ndarray:
-    """Spans [spans, 2] as chunks of at most `length` pairs, in order; all but the last of a span are whole."""
+    """Spans [spans, 2] split into chunks of `length` pairs, in order; the last chunk of a span may be shorter."""
     number = -(-spans[:, 1] // length)
     span = np.repeat(np.arange(len(spans)), number)
     before = length * (np.arange(len(span)) - np.repeat(np.cumsum(number) - number, number))
@@ -68,12 +68,12 @@ def cut(spans: np.ndarray, length: int) -> np.ndarray:
 
 
 def best_fit(spans: np.ndarray, seq_len: int) -> Plan:
-    """Spans [spans, 2] laid into rows: the longest first, each into the fullest row that has room for it (best-fit decreasing,
-    arXiv:2404.10830). Nothing is cropped. Rows are in the order of their first token."""
+    """The plan that assigns chunks of spans [spans, 2] to rows: longest first, each to the fullest row with room for it (best-fit
+    decreasing, arXiv:2404.10830). No token is dropped. Rows are ordered by their first token."""
     chunks = cut(spans, seq_len)
     row = np.zeros(len(chunks), np.int64)
-    rooms: list[int] = []  # the sizes of room that some row has, ascending
-    rows_with: dict[int, list[int]] = {}  # room -> the rows that have it
+    rooms: list[int] = []  # distinct amounts of room left in rows, ascending
+    rows_with: dict[int, list[int]] = {}  # room -> rows with that much left
     rows = 0
     for i in np.argsort(-chunks[:, 1], kind="stable").tolist():
         length = int(chunks[i, 1])
@@ -90,7 +90,7 @@ def best_fit(spans: np.ndarray, seq_len: int) -> Plan:
                 bisect.insort(rooms, left)
                 rows_with[left] = []
             rows_with[left].append(int(row[i]))
-    # Chunks are in the order of the store: the first of a row says where the row goes.
+    # Chunks are in the order of the store: sorting rows by their first chunk sorts them by their first token.
     _, first, row = np.unique(row, return_index=True, return_inverse=True)
     place = np.argsort(np.argsort(first))[row]
     order = np.argsort(place, kind="stable")
@@ -98,7 +98,7 @@ def best_fit(spans: np.ndarray, seq_len: int) -> Plan:
 
 
 class PackedRows:
-    """Random access to the rows of a plan. `segments`: whether rows tell their chunks apart; else a row must hold one."""
+    """Random access to the rows of a plan. `segments`: rows have segments and positions; if False, each row must have one chunk."""
 
     def __init__(self, store: Store, plan: Plan, seq_len: int, *, segments: bool):
         if not len(plan):
@@ -115,7 +115,7 @@ class PackedRows:
     __getitem__ = filled_row
 
     def fill(self, i: int, row: Row) -> None:
-        """Writes row i over a blank one."""
+        """Writes row i into a blank row."""
         at, (first, end) = 0, self._plan.begins[i : i + 2].tolist()
         for number, (start, n) in enumerate(self._plan.chunks[first:end].tolist(), 1):
             here, window = slice(at, at + n), self.store.window(start, start + n + 1)
@@ -126,11 +126,11 @@ class PackedRows:
             at += n
 
 
-# ---- plans of a store on disk: one file of int64, the rows' begins and then the chunks
+# ---- plans of a store on disk: one file of int64, first `begins`, then `chunks`
 
 
 def add_plan(directory: Path, seq_len: int) -> None:
-    """Adds the best-fit plan for rows of seq_len to both splits of a store; the manifest comes last."""
+    """Adds the best-fit plan for rows of seq_len to both splits of a store; the manifest is written last."""
     manifest = read_manifest(directory)
     for split in SPLITS:
         plan = best_fit(documents(open_split(directory, manifest, split)), seq_len)
@@ -147,19 +147,19 @@ def add_plan(directory: Path, seq_len: int) -> None:
 
 
 def open_plan(path: Path, described: dict[str, Any]) -> Plan:
-    """A plan as `add_plan` wrote and described it. Raises ValueError where the file is not whole."""
+    """A plan written by `add_plan`; `described`: its entry in the manifest. Raises ValueError if the file has the wrong size."""
     rows, chunks = described["rows"], described["chunks"]
     behind = (rows + 1) * OFFSETS.itemsize
     return Plan(OnDisk(str(path), OFFSETS, rows + 1), on_disk(path, OFFSETS, chunks, behind, (2,)))
 
 
-# ---- the ways to make rows
+# ---- kinds of packing
 
 
 class Packing(NamedTuple):
     meaning: str
     rows: Callable[[Store, int, bool, bool], Any]  # (store, seq_len, isolate, tail) -> a sequence of rows
-    reads: tuple[str, ...] = ()  # settings of DataConfig that it alone reads
+    reads: tuple[str, ...] = ()  # settings of DataConfig that only some kinds read, this one among them
 
 
 def concatenated_rows(store: Store, seq_len: int, isolate: bool, tail: bool) -> Rows:
@@ -167,7 +167,7 @@ def concatenated_rows(store: Store, seq_len: int, isolate: bool, tail: bool) -> 
 
 
 def planned(store: Store, seq_len: int, isolate: bool, tail: bool) -> PackedRows:
-    """The plan that the store brings along; for texts that are loaded at the start, a new one."""
+    """Rows of the store's own best-fit plan, or of a new one if the store is in memory."""
     check_offsets(store, "best_fit")
     if store.plans is None:
         plan = best_fit(documents(store), seq_len)

@@ -1,5 +1,4 @@
-"""Documents to rows to global batches: which rows stand in which batch is a function of (seed, batch number), and of nothing
-else."""
+"""From documents to rows to global batches: the rows of a batch are a function of (seed, batch number) alone."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +17,17 @@ from minitf.data.store import Row, Store, blank
 
 
 def rows_of(store: Store, seq_len: int, cfg: DataConfig, tail: bool = False) -> Any:
-    """A sequence of rows, dicts like those of `store.Rows`. `tail`: every token once, the last row padded."""
+    """The store's rows, packed by cfg.packing: dicts as in `store.filled_row`. `tail`: every token once, the last row padded."""
     return PACKINGS[cfg.packing].rows(store, seq_len, cfg.isolate_documents, tail)
 
 
 def has_segments(cfg: DataConfig) -> bool:
-    """Whether several documents of a row must not see each other."""
+    """Whether rows have segments: documents of a row that do not see each other."""
     return cfg.isolate_documents or cfg.packing == "best_fit"
 
 
 def frame_of_data(corpora: Sequence[Corpus], cfg: DataConfig) -> Frame:
-    """The frame of texts that a run learns from these data, as its rows show them."""
+    """The frame of texts that a model trains on with these corpora and this packing."""
     frame = frames.joined({c.name: c.frame for c in corpora})
     return frames.in_rows(frame, follow=cfg.packing == "concat" and not cfg.isolate_documents)
 
@@ -37,17 +36,17 @@ def frame_of_data(corpora: Sequence[Corpus], cfg: DataConfig) -> Frame:
 
 
 def training_rows(store: Store, seq_len: int, cfg: DataConfig, seed: int) -> grain.MapDataset:
-    """An endless dataset of rows, each epoch every row once, shuffled anew."""
+    """An endless dataset of rows; each epoch has every row once, reshuffled if cfg.shuffle."""
     rows = rows_of(store, seq_len, cfg)
     order = grain.MapDataset.range(len(rows)).seed(seed if cfg.seed is None else cfg.seed)
     return Looked(rows, (order.shuffle() if cfg.shuffle else order).repeat(None))
 
 
-PADDING = -1  # in the place of a row's number: a blank one
+PADDING = -1  # as the index of a row: a blank row
 
 
 class Looked(grain.MapDataset):
-    """The rows at the places that the parent gives: what Grain counts for each element would cost more than reading it."""
+    """The rows at the indices in the parent dataset. A `map` would do, but Grain's statistics cost more than reading a row."""
 
     def __init__(self, rows: Any, order: grain.MapDataset):
         super().__init__(order)
@@ -63,12 +62,12 @@ class Looked(grain.MapDataset):
         return blank(rows.fields, rows.seq_len) if place == PADDING else rows[place]
 
     def find(self, index: int) -> tuple[Any, int]:
-        """(rows, place in them, or PADDING) of an element."""
+        """(rows, index in them or PADDING) of an element."""
         return self.rows, self._parent[index]
 
 
 def mixed_rows(stores: list[Store], phases: list[Phase], seq_len: int, cfg: DataConfig, seed: int) -> grain.MapDataset:
-    """An endless dataset of the rows of one store, or of several in the proportions of the phases, each with its own epochs."""
+    """An endless dataset of the rows of one store, or of several mixed by the weights of the phases, each with its own epochs."""
     each = [training_rows(store, seq_len, cfg, seed) for store in stores]
     return each[0] if len(each) == 1 else Mixture(each, phases)
 
@@ -76,16 +75,16 @@ def mixed_rows(stores: list[Store], phases: list[Phase], seq_len: int, cfg: Data
 def evaluation_rows(
     store: Store, seq_len: int, cfg: DataConfig, batch_size: int, batches: int | None
 ) -> grain.MapDataset:
-    """At most batches x batch_size rows (None: all), spread evenly over the store; then rows of weight 0 up to a whole batch."""
+    """At most batches x batch_size rows (None: all), evenly spaced in the store, padded with rows of weight 0 to whole batches."""
     return spread_rows(rows_of(store, seq_len, cfg, tail=True), batch_size, batches)
 
 
-CHECKED, CHUNK = 2**28, 2**22  # tokens: of a split that are all looked at, and at once
+CHECKED, CHUNK = 2**28, 2**22  # tokens: the largest split that is checked whole, and those checked at a time
 
 
 def check_ids(store: Store, seq_len: int, cfg: DataConfig, batch_size: int, batches: int | None) -> None:
-    """Raises DataError where a validation split has an id that the model has no row for. Of a split that is very long, only what
-    evaluations of so many batches read is looked at."""
+    """Raises DataError if a validation split has an id outside the model's vocabulary. Of a split above CHECKED tokens, only the rows
+    that evaluations of this many batches read are checked."""
     if batches is None or len(store) <= CHECKED:
         for start in range(0, len(store), CHUNK):
             store.window(start, min(start + CHUNK, len(store)))
@@ -102,7 +101,7 @@ def spread_rows(rows: Any, batch_size: int, batches: int | None) -> grain.MapDat
 
 
 class HostBatches(grain.MapDataset):
-    """This process's rows of every global batch: row r of batch k is row k * batch_size + r of the parent, on any host."""
+    """This process's rows of every global batch: row r of batch k is row k * batch_size + r of the parent, in any process."""
 
     def __init__(self, parent: grain.MapDataset, batch_size: int, rows: list[int]):
         super().__init__(parent)
@@ -114,7 +113,7 @@ class HostBatches(grain.MapDataset):
     def __getitem__(self, k: Any) -> Any:
         if isinstance(k, slice):
             return self.slice(k)
-        # Written where they belong: rows apart, and then joined, take twice the time.
+        # Rows are written in place: reading them separately and stacking them takes twice the time.
         found = [self._parent.find(k * self._batch_size + r) for r in self._rows]
         batch = blank(found[0][0].fields, len(found), found[0][0].seq_len)
         for r, (rows, i) in enumerate(found):
@@ -124,7 +123,7 @@ class HostBatches(grain.MapDataset):
 
 
 def host_rows(sharding: jax.sharding.Sharding, batch_size: int) -> list[int]:
-    """Which rows of a global batch the devices of this process hold."""
+    """Indices of the rows of a global batch that this process's devices hold."""
     slices = [index[0] for index in sharding.addressable_devices_indices_map((batch_size,)).values()]
     return sorted({r for s in slices for r in range(*s.indices(batch_size))})
 
@@ -137,8 +136,8 @@ def batches(
     start: int = 0,
     until: Callable[[], bool] = lambda: False,
 ) -> Iterator[dict[str, jax.Array]]:
-    """Global batches from number `start` on, as arrays [batch_size, ...] laid out by `sharding`; rows are read, and batches put
-    on the devices, ahead on threads. They end early where `until` says so while one is waited for."""
+    """Global batches from number `start` on, as arrays [batch_size, ...] with this sharding, prefetched to the devices on threads.
+    Ends early if `until` returns True while a batch is awaited."""
 
     def put(batch: Row) -> dict[str, jax.Array]:
         if sharding.is_fully_addressable:

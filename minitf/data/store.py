@@ -1,6 +1,6 @@
-"""A long array of token ids and its cut into rows: everything is a function of an index, nothing is a stream.
+"""Stores: long arrays of token ids, split into rows with random access by index; nothing is streamed.
 
-Positions in a store are 64-bit: NumPy's on the host, never JAX's.
+Token positions are 64-bit NumPy integers on the host, never JAX arrays.
 """
 
 import bisect
@@ -20,19 +20,19 @@ from minitf.paths import inside
 
 
 class DataError(ValueError):
-    """The data themselves are wrong: found while they are read."""
+    """Invalid data, found while reading them."""
 
 
 def check_rows(ids: np.ndarray, rows: int, source: str, start: int = 0) -> None:
-    """Raises DataError where a token of the source, of which these are the tokens from number `start` on, has an id that is not
-    below `rows`."""
+    """Raises DataError, naming source and token, if an id is not in [0, rows). `ids`: the source's tokens from number `start` on;
+    `rows`: rows of the embedding table."""
     if len(ids) and (ids.max() >= rows or (ids.dtype.kind == "i" and ids.min() < 0)):
         at = int(((ids < 0) | (ids >= rows)).argmax())
         raise DataError(f"{source}: id {ids[at]} at token {start + at} is not below the vocabulary size {rows}")
 
 
 class Joined:
-    """Arrays one behind the other, read by slices as if they were one."""
+    """The concatenation of arrays, read by slices without copying them all."""
 
     def __init__(self, parts: list[Any], starts: list[int] | None = None):
         self.parts = parts
@@ -57,7 +57,7 @@ class Joined:
 
 
 class Replaced:
-    """An array of ids, read by slices, with another id in the place of one."""
+    """An array of ids, read by slices, in which id `old` reads as `new`."""
 
     def __init__(self, ids: Any, old: int, new: int):
         self.ids, self.old, self.new = ids, old, new
@@ -71,16 +71,16 @@ class Replaced:
 
 
 class Opened:
-    """A file that is open for reading, closed when nobody has it any more."""
+    """A file descriptor open for reading, closed when it is garbage-collected."""
 
     def __init__(self, path: str):
         self.number = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.number).atexit = False
 
 
-@functools.lru_cache(maxsize=256)  # a store may have more shards than a process may have files open
+@functools.lru_cache(maxsize=256)  # a store may have more shards than the limit of open files
 def opened(path: str, number: int) -> Opened:
-    """`number`: of the array that reads it: another one of the same name is another file."""
+    """The open file. `number`: of the OnDisk that reads it, since a later one of the same path may be another file."""
     return Opened(path)
 
 
@@ -88,22 +88,22 @@ ARRAYS = itertools.count()
 
 
 class OnDisk:
-    """A file of numbers, [length, *shape], read by slices. Not memory-mapped: where a mapped file becomes shorter, the system
-    ends the process."""
+    """A file of numbers, [length, *shape], read by slices. Not memory-mapped: if a mapped file is truncated, reading it kills the
+    process with SIGBUS."""
 
     def __init__(self, path: str, dtype: np.dtype, length: int, offset: int = 0, shape: tuple[int, ...] = ()):
         self.path, self.dtype, self.offset, self.shape = path, np.dtype(dtype), offset, shape
         self._length, self._size = length, self.dtype.itemsize * math.prod(shape)
         self._number = next(ARRAYS)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # in another process
+    def __setstate__(self, state: dict[str, Any]) -> None:  # unpickled in another process: numbers are per process
         vars(self).update(state, _number=next(ARRAYS))
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: slice) -> np.ndarray:
-        """Raises DataError where the file does not reach so far."""
+        """A copy of the slice. Raises DataError if the file has become too short."""
         start, stop, step = index.indices(self._length)
         assert step == 1
         found = np.empty((max(stop - start, 0), *self.shape), self.dtype)
@@ -125,16 +125,15 @@ class OnDisk:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Store:
-    """Token ids of one split, in memory or on the disk.
+    """Token ids of one split, in memory or on disk.
 
-    ids:       unsigned integers [tokens].
-    vocab_size: ids are below it; checked row by row as they are read.
-    offsets:   int64 [documents + 1], where each document begins, and the end; None: not known.
-    eos:       the id that ends a document, used where offsets are not known.
-    mask:      uint8 [tokens], 1 where a token counts as a target; None: all count.
-    text_bytes: bytes of the documents' text; None: not known.
-    plans:     seq_len -> the file of a plan that packs its rows (packing.Plan), and what the manifest says of it; None: not a
-               store on disk.
+    ids:        integers [tokens].
+    vocab_size: upper bound of ids (exclusive); checked as they are read.
+    offsets:    int64 [documents + 1], the first token of each document, and the number of tokens; None: unknown.
+    eos:        the id that ends a document, used if offsets are unknown; None: unknown.
+    mask:       uint8 [tokens], 1 where a token is a target; None: all are.
+    text_bytes: bytes of the documents' text; None: unknown.
+    plans:      seq_len -> (file of the packing plan (packing.Plan), its entry in the manifest); None: not a store on disk.
     """
 
     name: str
@@ -154,23 +153,23 @@ class Store:
         return self.offsets is not None or self.eos is not None
 
     def window(self, start: int, stop: int) -> np.ndarray:
-        """The ids of tokens start .. stop. Raises DataError where one is not below the vocabulary size."""
+        """The ids of tokens start .. stop (exclusive). Raises DataError if one is not below vocab_size."""
         ids = np.asarray(self.ids[start:stop])
         check_rows(ids, self.vocab_size, self.name, start)
         return ids
 
     def counts(self, start: int, stop: int) -> np.ndarray | int:
-        """1 where a token of start .. stop counts as a target, else 0."""
+        """1 where a token of start .. stop (exclusive) is a target, else 0; the integer 1 without a mask."""
         return 1 if self.mask is None else self.mask[start:stop]
 
     def borders(self, start: int, ids: np.ndarray) -> np.ndarray:
-        """Which of the tokens ids = self.ids[start : start + n], but the first, begin a document: positions in ids, ascending."""
+        """Positions in ids = self.ids[start : start + n], ascending, where a document begins; position 0 is left out."""
         if self.offsets is None:
             return np.flatnonzero(ids[:-1] == self.eos) + 1
         first = self.offsets.searchsorted(start + 1)
         end = first + self.offsets[first : first + len(ids)].searchsorted(start + len(ids))
         found = self.offsets[first:end] - start
-        # An empty document begins where the next one does.
+        # An empty document has the same offset as the next one.
         return np.unique(found) if (found[1:] == found[:-1]).any() else found
 
 
@@ -182,7 +181,7 @@ def concatenated(
     eos: int | None = None,
     start: int | None = None,
 ) -> Store:
-    """One store of many documents, each between start and eos where there are such; empty documents leave nothing."""
+    """A store in memory of documents, each between `start` and `eos` if given; empty documents are dropped."""
     documents = [d for d in documents if len(d)]
     before, behind = (np.array([] if i is None else [i], dtype) for i in (start, eos))
     parts = [np.concatenate([before, d, behind]) if len(before) + len(behind) else d for d in documents]
@@ -191,10 +190,10 @@ def concatenated(
 
 
 def open_tokens(path: Path, dtype: str, vocab_size: int, eos: int | None) -> Store:
-    """A flat file of token ids: `.npy`, or raw little-endian integers of `dtype` (nanoGPT's `.bin`)."""
+    """The store of a flat file of token ids: `.npy`, or raw little-endian integers of `dtype` (nanoGPT's `.bin`)."""
     if path.suffix == ".npy":
         try:
-            ids = np.lib.format.open_memmap(path, mode="r")  # maps numbers only: it cannot unpickle
+            ids = np.lib.format.open_memmap(path, mode="r")  # cannot unpickle, unlike np.load
         except ValueError as e:
             raise ValueError(f"{path}: no NumPy file of numbers: {e}") from None
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -210,7 +209,7 @@ def open_tokens(path: Path, dtype: str, vocab_size: int, eos: int | None) -> Sto
 
 
 def check_width(ids: np.ndarray | OnDisk, source: str, setting: str) -> None:
-    """Raises ValueError where ids seem to be the halves of wider ones: every second is 0, and not all are."""
+    """Raises ValueError if ids look like halves of wider integers: every second is 0, but not all."""
     some = np.asarray(ids[: 2 * (min(len(ids), 8192) // 2)])
     if len(some) >= 16 and not some[1::2].any() and some[::2].any():
         raise ValueError(
@@ -218,8 +217,8 @@ def check_width(ids: np.ndarray | OnDisk, source: str, setting: str) -> None:
         )
 
 
-# ---- a store on disk: DIR/manifest.json, and for each shard of a split SPLIT-00000.bin (ids), .idx (offsets) and, where some
-# tokens do not count, .mask. The manifest is written last: without it there is no store.
+# ---- a store on disk: DIR/manifest.json, and for each shard of a split SPLIT-00000.bin (ids), .idx (offsets) and, if some tokens
+# are not targets, .mask. The manifest is written last: a directory without one is not a store.
 
 MANIFEST = "manifest.json"
 STORE_FORMAT, STORE_VERSION = "minitf token store", 1
@@ -228,7 +227,7 @@ OFFSETS, MASK = np.dtype("<i8"), np.dtype("u1")
 
 
 def ids_dtype(vocab_size: int) -> np.dtype:
-    """Of a store's ids, little-endian."""
+    """The dtype of ids in a store on disk, little-endian."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -237,7 +236,7 @@ def shard_name(split: str, i: int) -> str:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """What a store says of itself. Raises ValueError where there is no whole store of this version."""
+    """The manifest of a store. Raises ValueError if the store is missing, incomplete or of another version."""
     path = directory / MANIFEST
     if not path.is_file():
         raise ValueError(
@@ -255,7 +254,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def on_disk(path: Path, dtype: np.dtype, length: int, offset: int = 0, shape: tuple[int, ...] = ()) -> OnDisk:
-    """An array that ends where its file does. Raises ValueError where the file has another size."""
+    """An array that extends to the end of its file. Raises ValueError if the file is missing or has another size."""
     size = path.stat().st_size if path.is_file() else None
     whole = offset + length * dtype.itemsize * math.prod(shape)
     if size != whole:
@@ -265,7 +264,7 @@ def on_disk(path: Path, dtype: np.dtype, length: int, offset: int = 0, shape: tu
 
 
 def open_split(directory: Path, manifest: dict[str, Any], split: str) -> Store:
-    """One split of a store. The offsets are in memory: 8 bytes a document."""
+    """One split of a store on disk. Its offsets are loaded into memory: 8 bytes per document."""
     described = manifest["splits"][split]
     ids, masks, offsets, start = [], [], [np.zeros(1, np.int64)], 0
     for shard in described["shards"]:
@@ -298,12 +297,15 @@ def open_split(directory: Path, manifest: dict[str, Any], split: str) -> Store:
 
 Row = dict[str, np.ndarray]
 
-TOKENS = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}  # of every row
-ISOLATED = TOKENS | {"segments": np.int32, "positions": np.int32}  # of rows whose documents do not see one another
+TOKENS = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}  # fields of every row
+ISOLATED = TOKENS | {
+    "segments": np.int32,
+    "positions": np.int32,
+}  # fields of rows whose documents do not see each other
 
 
 def blank(fields: dict[str, Any], *shape: int) -> Row:
-    """Padding: id 0, weight 0, segment 0."""
+    """Arrays of padding: id 0, weight 0, segment 0."""
     return {name: np.zeros(shape, dtype) for name, dtype in fields.items()}
 
 
@@ -311,9 +313,9 @@ def filled_row(rows: Any, i: Any) -> Row:
     """Row i of Rows or PackedRows, as a dict of
 
     inputs, targets:     int32 [seq_len], targets being the inputs shifted by one;
-    weights:             float32 [seq_len], 0 where the target must not count: padding, masked tokens, a next document;
-    segments, positions: int32 [seq_len], of ISOLATED rows only: the document's number in the row from 1, 0 for padding; and the
-                         position in the document.
+    weights:             float32 [seq_len], 0 for targets without loss: padding, masked tokens, first tokens of isolated documents;
+    segments, positions: int32 [seq_len], ISOLATED rows only: the document's number in the row from 1, 0 for padding; the position
+                         in the document.
     """
     i = int(i)
     if not 0 <= i < len(rows):
@@ -324,9 +326,9 @@ def filled_row(rows: Any, i: Any) -> Row:
 
 
 class Rows:
-    """Random access to a store's rows of seq_len positions: row i covers tokens i*seq_len .. (i+1)*seq_len, its last token
-    only as a target. `isolate`: documents that share a row do not see each other. `tail`: the last tokens, too few for a row,
-    make a padded one (for evaluation: each token counts once); else they are left out."""
+    """Random access to a store's rows of seq_len positions: row i covers tokens i*seq_len .. (i+1)*seq_len, the last one only as a
+    target. `isolate`: documents that share a row do not see each other. `tail`: the last tokens, too few for a row, make a padded
+    row (for evaluation: each token counts once); otherwise they are dropped."""
 
     def __init__(self, store: Store, seq_len: int, *, isolate: bool = False, tail: bool = False):
         if len(store) < (2 if tail else seq_len + 1):
@@ -348,7 +350,7 @@ class Rows:
     __getitem__ = filled_row
 
     def fill(self, i: int, row: Row) -> None:
-        """Writes row i over a blank one."""
+        """Writes row i into a blank row."""
         start = i * self.seq_len
         window = self.store.window(start, start + self.seq_len + 1)
         n = len(window) - 1
