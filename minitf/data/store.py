@@ -298,10 +298,7 @@ def open_split(directory: Path, manifest: dict[str, Any], split: str) -> Store:
 Row = dict[str, np.ndarray]
 
 TOKENS = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}  # fields of every row
-ISOLATED = TOKENS | {
-    "segments": np.int32,
-    "positions": np.int32,
-}  # fields of rows whose documents do not see each other
+ISOLATED = TOKENS | {"segments": np.int32, "positions": np.int32}  # fields of rows with isolated documents
 
 
 def blank(fields: dict[str, Any], *shape: int) -> Row:
