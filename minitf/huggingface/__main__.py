@@ -15,7 +15,7 @@ SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def size(text: str) -> int:
-    """Bytes of a size such as 5GB, in powers of ten as Hugging Face counts."""
+    """Bytes of a size such as 5GB, in powers of ten as in Hugging Face."""
     found = re.fullmatch(r"(\d+) ?([KMG]B|)", text.strip().upper())
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"{text}: must be a size such as 5GB or 300MB")
@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def convert(args: argparse.Namespace) -> tuple[Done, str]:
-    """(what was written, its numbers)"""
+    """(what was written, its dtype in words)"""
     if args.command == "import":
         options: dict[str, Any] = dict(dtype=args.dtype, overwrite=args.overwrite, ignore=tuple(args.ignore))
         return import_model(args.source, args.target, **options), f"float32, computed in {args.dtype}"

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder becomes a work directory, and a run's model such a folder."""
+"""Converts a Hugging Face model folder to a work directory, and a run's model to such a folder."""
 
 import contextlib
 import dataclasses
@@ -37,11 +37,11 @@ from minitf.runtime.checkpoint import Checkpoints, versions
 from minitf.tables import pick
 from minitf.workdir import clear, commit, frame_of, load_model, resolve, store_frame, written_by_us
 
-SEQ_LEN = 2048  # positions of a row of an imported model, where it knows so many
+SEQ_LEN = 2048  # seq_len of an imported model's config, at most its max_seq_len
 
 
 class Done(NamedTuple):
-    """What was written."""
+    """Result of an import or export."""
 
     family: str
     parameters: int
@@ -50,7 +50,7 @@ class Done(NamedTuple):
 
 @contextlib.contextmanager
 def layer_bar(text: str, layers: int) -> Iterator[Callable[[Tensor], None]]:
-    """A bar of the layers that are done, where the output is a terminal; what it gives hears of each tensor."""
+    """A progress bar over layers, if stderr is a terminal; yields the function to call after each tensor."""
     from tqdm import tqdm
 
     with tqdm(desc=text, total=layers, unit="layer", dynamic_ncols=True, disable=not sys.stderr.isatty()) as bar:
@@ -68,8 +68,8 @@ def import_model(
     overwrite: bool = False,
     ignore: tuple[str, ...] = (),
 ) -> Done:
-    """Makes a work directory of a model folder: its parameters in float32 as the checkpoint of step 0, its tokenizer, and a
-    config. `dtype`: model.dtype. Raises ValueError for what a user can mend, before anything is written."""
+    """Converts a model folder to a work directory: its parameters in float32 as the checkpoint of step 0, its tokenizer, and a
+    config. `dtype`: model.dtype. `ignore`: keys of config.json to ignore. Raises ValueError for user errors before it writes."""
     source = given(source, "HF_DIR")
     if not source.is_dir():
         raise ValueError(f"{source}: no such directory")
@@ -100,17 +100,17 @@ def import_model(
             for file, contents in tokenizer.items():
                 (workdir / file).write_bytes(contents)
             store_frame(workdir, frame)
-            # Last: without it the directory is no run.
+            # Last: a directory without it is not a run.
             write_whole(workdir / "config.json", config_lib.to_json(cfg))
     return Done(name, sum(a.size for a in jax.tree.leaves(params)), notes)
 
 
 def described(source: Path, dtype: str, ignore: tuple[str, ...]) -> tuple[str, Config]:
-    """(family, the config of a run that has its model and no data)"""
+    """(family, config of a run with the folder's model and no data). Raises ValueError naming config.json."""
     where = source / files.MODEL_CONFIG
     tree = files.read_json(where)
     model = dataclasses.replace(read_config(tree, str(where), ignore), dtype=dtype)
-    # One row at a time: the vocabulary may be large.
+    # batch_size 1: logits over a large vocabulary take much memory.
     cfg = Config(steps=0, batch_size=1, seq_len=min(SEQ_LEN, model.max_seq_len), model=model)
     cfg = dataclasses.replace(cfg, data=DataConfig(kind="none"))
     try:
@@ -121,7 +121,7 @@ def described(source: Path, dtype: str, ignore: tuple[str, ...]) -> tuple[str, C
 
 
 def read_tokenizer(source: Path, vocab_size: int) -> tuple[dict[str, bytes], Frame, list[str]]:
-    """(contents of the tokenizer's files by name, the frame of the model's texts, what to tell of them)"""
+    """(contents of the tokenizer's files by name, frame of the model's texts, notes for the user)"""
     generation = files.read_json(source / files.GENERATION) if (source / files.GENERATION).is_file() else {}
     ends = generation.get("eos_token_id") or files.read_json(source / files.MODEL_CONFIG).get("eos_token_id") or []
     ends = [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int and 0 <= i < vocab_size]
@@ -146,7 +146,7 @@ GENERATION_READ = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_stored(source: Path, stored: dict[str, Stored], tensors: list[Tensor], name: str, tied: bool) -> None:
-    """Raises ValueError where the folder's tensors are not the model's. Takes out of `stored` what holds no parameters."""
+    """Raises ValueError if the folder's tensors are not the model's. Removes tensors that are no parameters from `stored`."""
     family = FAMILIES[name]
     for extra in [tensor for tensor in stored if re.fullmatch(family.ignored, tensor)]:
         del stored[extra]
@@ -161,22 +161,22 @@ def check_stored(source: Path, stored: dict[str, Stored], tensors: list[Tensor],
 
 
 def read_params(stored: dict[str, Stored], tensors: list[Tensor], cfg: Config, workdir: epath.Path) -> Any:
-    """The parameters. They are files until they are saved, so that memory stays near one chunk of a tensor."""
+    """The parameters, as arrays in files until they are saved: memory stays near one chunk of a tensor."""
     stacks = tree_map(lambda p: scratch(p.full_shape, workdir), model_params(cfg.model))
     by_name = dict(named(stacks))
     with layer_bar("layers read", cfg.model.num_layers) as done:
         for tensor in tensors:
             files.read_tensor(tensor, stored[tensor.name], by_name)
             done(tensor)
-    # On a CPU they stay the same memory, that of the files; Orbax copies arrays of NumPy before it writes.
+    # On CPU, device_put shares the files' memory; Orbax would copy NumPy arrays before it writes them.
     return jax.tree.map(lambda a: jax.device_put(np.asarray(a)), stacks)
 
 
 def scratch(shape: tuple[int, ...], workdir: epath.Path) -> np.ndarray:
-    """An array in a file without a name beside the checkpoint: it is gone with the process, however that ends."""
+    """A float32 array in an unnamed file, in workdir if that is local: the file vanishes with the process, even after a crash."""
     with tempfile.TemporaryFile(dir=workdir if is_local(workdir) else None) as f:
         size = 4 * math.prod(shape)
-        if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and a signal later
+        if hasattr(os, "posix_fallocate"):  # a full disk is an error here; on a later write it would be SIGBUS
             os.posix_fallocate(f.fileno(), 0, size)
         else:
             f.truncate(size)
@@ -195,9 +195,9 @@ def export_model(
     family: str | None = None,
     max_shard_size: int = 5 * 10**9,
 ) -> Done:
-    """Makes a model folder, which transformers loads, of a run's newest checkpoint or that of a step. `family`: one of
-    FAMILIES; None: the first that expresses the model. `max_shard_size`: bytes of a file. Raises ValueError for what a user
-    can mend."""
+    """Converts a run's checkpoint of `step` (None: the newest) to a model folder that transformers loads. `dtype`: of the tensors.
+    `family`: one of FAMILIES; None: the first that expresses the model. `max_shard_size`: bytes per file. Raises ValueError for
+    user errors."""
     pick("--dtype", dict.fromkeys(("float32", "bfloat16")), dtype)
     if family is not None:
         pick("--family", FAMILIES, family)
@@ -213,7 +213,7 @@ def export_model(
     tokenizer = load_tokenizer(source / TOKENIZER) if (source / TOKENIZER).exists() else None
     notes = [f"the checkpoint of step {at}"] + ([] if tokenizer else [f"{source} has no {TOKENIZER}: none is written"])
     arrays = {path: np.asarray(a) for path, a in named(params)}
-    # Whole or not at all: written beside it, and then renamed.
+    # Atomic: written to a temporary directory beside it, then renamed.
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     part.mkdir()
@@ -232,7 +232,7 @@ def export_model(
 
 
 def write_configs(folder: Path, name: str, cfg: Config, tokenizer: Tokenizer | None, frame: Frame, dtype: str) -> None:
-    """config.json and, where the end of a text has an id, generation_config.json."""
+    """Writes config.json and, if the frame has stop ids, generation_config.json."""
     specials = {} if tokenizer is None else tokenizer.specials
     ids = {f"{role}_token_id": specials.get(role) for role in ("bos", "eos", "pad")}
     if frame.first is not None:

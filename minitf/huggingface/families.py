@@ -1,4 +1,4 @@
-"""Families of Hugging Face models: their settings, which are read from and written to config.json, and their names of our
+"""Families of Hugging Face models: how their config.json maps to ModelConfig and back, and their tensor names of minitf's
 parameters.
 
 Names, defaults and mathematics: github.com/huggingface/transformers, src/transformers/models/*/{configuration,modeling}_*.py.
@@ -35,7 +35,7 @@ PLAIN_MLP = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"
 
 
 def llama_like(*more: FolderSetting, head_dim: int | None = None, act: str = "hidden_act", tied: bool = False) -> tuple:
-    """What all after Llama share, with a family's defaults."""
+    """Settings that Llama and its successors share, with a family's defaults."""
     return (
         same("num_layers", "num_hidden_layers"),
         same("dim", "hidden_size"),
@@ -67,7 +67,7 @@ GEMMA2 = llama_like(
     always({"norm": "rms_norm_offset", "post_norms": True}),
     attention_bias,
     FolderSetting(lambda keys: {"embedding_scale": keys.get("hidden_size") ** 0.5}, lambda m: {}),
-    # An integer there: where ours is of none, what is written reads back as another, and so does not fit.
+    # query_pre_attn_scalar is an integer: a scale that no integer gives does not survive the round trip, so `misfits` names it.
     FolderSetting(
         lambda keys: {"attention.scale": keys.get("query_pre_attn_scalar", 256) ** -0.5},
         lambda m: {
@@ -98,7 +98,7 @@ GPT2 = (
     always({"norm": "layer_norm", "positions": "learned", "attention.bias": "qkvo", "mlp.bias": True}),
 )
 
-# ---- their names of our parameters, those of a block without blocks/PLACE
+# ---- minitf's parameter path -> tensor name; paths in a block leave out the prefix blocks/PLACE
 
 
 def block_names(prefix: str, ours: dict[str, str]) -> dict[str, str]:
@@ -165,14 +165,14 @@ GPT2_NAMES = {
 class Family(NamedTuple):
     architecture: str
     settings: tuple[FolderSetting, ...]
-    # Our path -> their name, {layer} the block's number. What has one name is joined along its outputs, in this order.
+    # minitf's path -> tensor name; {layer}: number of the layer. Parameters with the same name are concatenated along outputs.
     names: dict[str, str]
-    prefix: str = "model."  # of all but the head; the folder of a model without a head leaves it out
-    outputs_first: bool = True  # weights [outputs, inputs], as torch.nn.Linear; False: [inputs, outputs]
-    # Tensors of older folders that are no parameters, as a regular expression.
+    prefix: str = "model."  # of all names but the head's; absent in the folder of a model without a head
+    outputs_first: bool = True  # weights are [outputs, inputs], as in torch.nn.Linear; False: [inputs, outputs]
+    # Regular expression of tensors in older folders that are not parameters.
     ignored: str = r".*\.rotary_emb\.inv_freq"
-    unread: tuple[str, ...] = ()  # settings of its config.json that are harmless here
-    heads_divide_dim: bool = False  # transformers refuses others, though head_dim is a setting
+    unread: tuple[str, ...] = ()  # settings of its config.json that do not change the model
+    heads_divide_dim: bool = False  # transformers requires dim % num_heads == 0, although head_dim is a setting
 
 
 FAMILIES = {
@@ -206,7 +206,7 @@ FAMILIES = {
 
 
 def canonical(cfg: ModelConfig) -> ModelConfig:
-    """The same mathematics in one form: what follows from other settings filled in, what nothing reads at its default."""
+    """An equivalent config in canonical form: derived settings filled in, unused ones at their defaults."""
     _, G, K = sizes(cfg.attention, cfg.dim)
     before, fresh = flat(cfg), flat(ModelConfig())
     idle = {setting.name for setting in unread(cfg)}
@@ -234,8 +234,8 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def read_config(tree: Mapping[str, Any], where: str = "config.json", ignore: tuple[str, ...] = ()) -> ModelConfig:
-    """Our settings of a config.json. Raises ValueError for what is missing, unknown, or may change the mathematics and is not
-    read here; `ignore` names settings that do not."""
+    """The ModelConfig of a config.json. Raises ValueError for settings that are missing or invalid, and for unknown ones, which may
+    change what the model computes; `ignore`: unknown settings that do not."""
     keys = Keys(tree, where)
     family = keys.pick("model_type", FAMILIES)
     settings: dict[str, Any] = {}
@@ -262,7 +262,7 @@ def read_config(tree: Mapping[str, Any], where: str = "config.json", ignore: tup
 
 
 def write_config(name: str, cfg: ModelConfig) -> dict[str, Any]:
-    """A config.json without what belongs to files and tokenizers. Of a model that fits the family; see `misfits`."""
+    """The keys of config.json that define the model, without dtype and token ids. The model must fit the family (`misfits`)."""
     family = FAMILIES[name]
     out: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
     settings = flat(canonical(cfg))
@@ -271,12 +271,12 @@ def write_config(name: str, cfg: ModelConfig) -> dict[str, Any]:
     return out
 
 
-# How a step is computed or begins, not what a model is.
+# Settings that do not define the model: how a step is computed, and the initial weights.
 FREE = {f.name for f in fields(ModelConfig) if f.setting.may_change} | {"init"}
 
 
 def misfits(name: str, cfg: ModelConfig) -> list[str]:
-    """Why a family cannot express a model: the settings that it would read back otherwise."""
+    """Reasons why a family cannot express a model: settings that change in a round trip through its config.json."""
     ours = flat(canonical(cfg))
     theirs = flat(read_config(write_config(name, cfg)))
     found = [f"model.{n}={v}, not {theirs[n]}" for n, v in ours.items() if n not in FREE and not equal(v, theirs[n])]
@@ -286,7 +286,7 @@ def misfits(name: str, cfg: ModelConfig) -> list[str]:
 
 
 def fitting(cfg: ModelConfig) -> str:
-    """The first family that expresses a model. Raises ValueError with each family's reasons where none does."""
+    """The first family that expresses a model. Raises ValueError with each family's reasons if none does."""
     reasons = {name: misfits(name, cfg) for name in FAMILIES}
     for name, why in reasons.items():
         if not why:

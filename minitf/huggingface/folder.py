@@ -1,4 +1,4 @@
-"""Their tensors and our arrays, and a Hugging Face model folder's files: read piece by piece, written in shards of a size."""
+"""Tensors of a Hugging Face model folder ("theirs") and minitf's arrays ("ours"); reads files in chunks and writes shards."""
 
 import contextlib
 import dataclasses
@@ -20,15 +20,15 @@ from minitf.paths import inside
 
 
 class TensorPiece(NamedTuple):
-    """One of our arrays, or a layer of one, inside one of their tensors."""
+    """One of our arrays, or one layer of it, inside one of their tensors."""
 
-    path: str  # blocks/0/attention/q
-    index: int | None  # in the stack of layers
-    param: Param  # of one layer
+    path: str  # e.g. blocks/0/attention/q
+    index: int | None  # in the stack of layers; None: not stacked
+    param: Param  # declaration of one layer
 
 
 class Tensor(NamedTuple):
-    """One of theirs. Several pieces stand side by side along its last dimension."""
+    """One of their tensors. Several pieces are concatenated along its last axis."""
 
     name: str
     layer: int | None
@@ -44,7 +44,7 @@ class Tensor(NamedTuple):
 
 
 def shape_of(p: Param, outputs_first: bool) -> tuple[int, ...]:
-    """Theirs, of one of our arrays: a matrix of inputs and outputs; an embedding as it is; a vector."""
+    """Shape of one of our arrays in their layout: products are matrices of inputs and outputs, embeddings unchanged, others vectors."""
     if p.kind == "embedding":
         return p.shape
     if not p.inputs:
@@ -54,14 +54,14 @@ def shape_of(p: Param, outputs_first: bool) -> tuple[int, ...]:
 
 
 def as_theirs(a: Any, p: Param, outputs_first: bool) -> Any:
-    """A view of one of our (contiguous) arrays in their layout, to read or to write."""
+    """A view in their layout of one of our arrays, which must be contiguous; for reading and writing."""
     if p.inputs and outputs_first:
         return a.reshape(p.fan_in, -1).T
     return a.reshape(shape_of(p, outputs_first))
 
 
 def tensors_of(name: str, cfg: ModelConfig) -> list[Tensor]:
-    """All tensors of a model, in the order of its layers, and which of our arrays they hold."""
+    """All their tensors of a model with the pieces of our arrays that each holds, in layer order."""
     family, period = FAMILIES[name], len(pattern(cfg))
     specs = dict(named(model_params(cfg)))
     found: dict[str, Tensor] = {}
@@ -73,7 +73,7 @@ def tensors_of(name: str, cfg: ModelConfig) -> list[Tensor]:
             theirs = template.format(layer=layer)
             piece = TensorPiece(full, index, dataclasses.replace(specs[full], stack=()))
             before = found[theirs].pieces if theirs in found else ()
-            # A head is a linear layer, also where the blocks' products are not.
+            # The head is a torch.nn.Linear even in families whose blocks store [inputs, outputs].
             found[theirs] = Tensor(theirs, layer, (*before, piece), family.outputs_first or path == "head")
     covered = {piece.path for tensor in found.values() for piece in tensor.pieces}
     assert covered == set(specs), covered ^ set(specs)
@@ -85,8 +85,8 @@ def tensors_of(name: str, cfg: ModelConfig) -> list[Tensor]:
 
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
-READ_BYTES = 2**25  # bytes of a tensor that are read at once
+SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # name in safetensors -> dtype
+READ_BYTES = 2**25  # bytes of a tensor read at a time
 
 
 def safetensors() -> Any:
@@ -99,7 +99,7 @@ def safetensors() -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError naming the file."""
+    """The JSON object in a file. Raises ValueError naming the file."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -115,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of tensors. Raises ValueError where there are none, and where an index names one outside the folder."""
+    """The safetensors files of a folder. Raises ValueError if there are none, or the index names a missing file or one outside."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     index = folder / INDEX
@@ -139,7 +139,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 class Stored(NamedTuple):
-    """A tensor of a file, of which parts can be read."""
+    """A tensor in a file, readable in parts."""
 
     values: Any  # safetensors' slice: values[rows, columns]
     shape: tuple[int, ...]
@@ -148,7 +148,7 @@ class Stored(NamedTuple):
 
 @contextlib.contextmanager
 def stored_tensors(folder: Path, family: Family) -> Iterator[dict[str, Stored]]:
-    """All tensors of a folder by name, the prefix of the family's names before those of a model without head."""
+    """All tensors of a folder by name. Adds the family's prefix to names of a folder without it, saved from a headless model."""
     library = safetensors()
     found: dict[str, Stored] = {}
     with contextlib.ExitStack() as stack:
@@ -157,7 +157,7 @@ def stored_tensors(folder: Path, family: Family) -> Iterator[dict[str, Stored]]:
                 file = stack.enter_context(library.safe_open(path, framework="np"))
             except (library.SafetensorError, OSError) as e:
                 raise ValueError(f"{path}: no file of safetensors, or not a whole one: {e}") from None
-            for name in file.keys():  # noqa: SIM118  no dict
+            for name in file.keys():  # noqa: SIM118  not a dict
                 if name in found:
                     raise ValueError(f"{path}: has {name}, which another file of the folder has, too")
                 values = file.get_slice(name)
@@ -167,11 +167,11 @@ def stored_tensors(folder: Path, family: Family) -> Iterator[dict[str, Stored]]:
         yield found
 
 
-SHOWN = 40  # lines of a list of tensors
+SHOWN = 40  # tensors listed in an error message
 
 
 def check_tensors(folder: Path, stored: dict[str, Stored], wanted: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError with every tensor that is missing, too many, of another shape, or of numbers that are not read."""
+    """Raises ValueError that lists tensors that are missing, unexpected, of another shape, or of an unknown dtype."""
     size = lambda shape: f"[{', '.join(map(str, shape))}]"
     lines = [f"missing: {name} {size(shape)}" for name, shape in wanted.items() if name not in stored]
     lines += [f"not in this model: {name} {size(t.shape)}" for name, t in stored.items() if name not in wanted]
@@ -188,14 +188,14 @@ def check_tensors(folder: Path, stored: dict[str, Stored], wanted: dict[str, tup
 
 
 def chunks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Rows of a tensor, a few at a time."""
+    """Slices that cover the rows of a tensor, of about READ_BYTES each in float32."""
     rows = max(READ_BYTES // (4 * math.prod(shape[1:])), 1)
     for start in range(0, shape[0], rows):
         yield slice(start, min(start + rows, shape[0]))
 
 
 def read_tensor(tensor: Tensor, stored: Stored, stacks: dict[str, np.ndarray]) -> None:
-    """Copies a tensor, in float32, to its places in our arrays, by name."""
+    """Copies a tensor, as float32, into our arrays (`stacks`, by path)."""
     column = 0
     for path, index, p in tensor.pieces:
         ours = as_theirs(stacks[path] if index is None else stacks[path][index], p, tensor.outputs_first)
@@ -223,12 +223,12 @@ def their_tensor(tensor: Tensor, params: dict[str, np.ndarray], dtype: Any) -> n
         for path, index, p in tensor.pieces
     ]
     whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
-    # safetensors 0.8 writes an array's memory as it lies: a transposed one would be scrambled, without an error.
+    # safetensors 0.8 writes an array's memory regardless of strides: a transposed view would be scrambled without an error.
     return np.ascontiguousarray(whole, dtype)
 
 
 def shards(tensors: list[Tensor], itemsize: int, limit: int) -> dict[str, list[Tensor]]:
-    """File name -> tensors, in order; a file has at most `limit` bytes, or one tensor."""
+    """File name -> its tensors, in order; a file has at most `limit` bytes, or a single larger tensor."""
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -251,7 +251,7 @@ def write_tensors(
     limit: int,
     done: Callable[[Tensor], None],
 ) -> list[str]:
-    """Writes files and, of several, their index; returns the files' names. `done` hears of each tensor."""
+    """Writes the tensors' files and, if there are several, their index; returns the file names. `done` is called per tensor."""
     library = safetensors()
     files = shards(tensors, np.dtype(dtype).itemsize, limit)
     for file, group in files.items():
@@ -260,7 +260,7 @@ def write_tensors(
             arrays[tensor.name] = their_tensor(tensor, params, dtype)
             done(tensor)
         library.numpy.save_file(arrays, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 makes it its owner's alone
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 creates files with mode 0600
     if len(files) > 1:
         total = sum(math.prod(tensor.shape) for tensor in tensors) * np.dtype(dtype).itemsize
         weight_map = {tensor.name: file for file, group in files.items() for tensor in group}

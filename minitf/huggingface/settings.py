@@ -1,10 +1,10 @@
-"""Settings of a config.json and of ModelConfig that say the same: each declared once, to read and to write."""
+"""Equivalent settings of config.json and ModelConfig, each pair declared once, for reading and writing."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 REQUIRED = object()
-# Of a config.json, what does not change a forward pass: where it comes from, token ids, rates of training, sampling, memory.
+# Keys of config.json that do not change a forward pass: origin, token ids, dropout rates, sampling, memory.
 HARMLESS = frozenset(
     "architectures model_type transformers_version _name_or_path name_or_path dtype torch_dtype initializer_range "
     "use_cache bos_token_id eos_token_id pad_token_id unk_token_id return_dict output_attentions "
@@ -17,13 +17,13 @@ HARMLESS = frozenset(
 
 
 class Keys:
-    """A config.json that knows which of its settings were read."""
+    """A config.json that records which of its keys were read."""
 
     def __init__(self, tree: Mapping[str, Any], where: str = "config.json"):
         self._tree, self._read, self._where = tree, set(), where
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
-        """The value; the default where there is none. Without a default, raises ValueError where there is none or null."""
+        """The value, or the default if the key is absent. Without a default, raises ValueError if it is absent or null."""
         self._read.add(name)
         value = self._tree.get(name, default)
         if value is REQUIRED or (value is None and default is REQUIRED):
@@ -31,7 +31,7 @@ class Keys:
         return value
 
     def pick(self, name: str, table: Mapping[Any, Any], default: Any = REQUIRED) -> Any:
-        """What the table gives for the value. Raises ValueError naming the known values."""
+        """The table's entry for the value. Raises ValueError naming the known values."""
         value = self.get(name, default)
         found = [v for known, v in table.items() if known == value]
         if not found:
@@ -42,16 +42,16 @@ class Keys:
         return ValueError(f"{self._where}: {text}")
 
     def unread(self) -> dict[str, Any]:
-        """Settings that nothing has read, those aside that are off or harmless."""
+        """Keys that were not read and are neither off (null, false, 0, empty) nor HARMLESS, with their values."""
         known, off = self._read | HARMLESS, (None, False, 0, "", [], {})
         return {name: value for name, value in self._tree.items() if name not in known and value not in off}
 
 
 class FolderSetting(NamedTuple):
-    """Some keys of a config.json and some settings of ModelConfig that say the same."""
+    """Keys of config.json and the equivalent settings of ModelConfig."""
 
-    read: Callable[[Keys], dict[str, Any]]  # -> our settings by dotted name
-    write: Callable[[dict[str, Any]], dict[str, Any]]  # our settings by dotted name -> theirs
+    read: Callable[[Keys], dict[str, Any]]  # config.json -> settings of ModelConfig by dotted name
+    write: Callable[[dict[str, Any]], dict[str, Any]]  # settings of ModelConfig by dotted name -> keys of config.json
 
 
 def same(ours: str, theirs: str, default: Any = REQUIRED) -> FolderSetting:
@@ -59,7 +59,7 @@ def same(ours: str, theirs: str, default: Any = REQUIRED) -> FolderSetting:
 
 
 def choice(ours: str, theirs: str, table: dict[Any, Any], default: Any) -> FolderSetting:
-    """One of several kinds, {theirs: ours}; of several names for one kind the first is written."""
+    """A choice with table {their value: our value}; of several values for one of ours, the first is written."""
 
     def write(m: dict[str, Any]) -> dict[str, Any]:
         return {theirs: next((name for name, kind in table.items() if kind == m[ours]), default)}
@@ -68,13 +68,13 @@ def choice(ours: str, theirs: str, table: dict[Any, Any], default: Any) -> Folde
 
 
 def always(settings: dict[str, Any]) -> FolderSetting:
-    """What the family's config.json need not say."""
+    """Settings that are fixed for the family, without a key in config.json."""
     return FolderSetting(lambda keys: settings, lambda m: {})
 
 
-# ---- RoPE: transformers 5 writes rope_parameters; before it were rope_theta and rope_scaling, and most folders have these
+# ---- RoPE: transformers 5 writes rope_parameters; earlier versions, and so most folders, have rope_theta and rope_scaling
 
-ROPE = {  # rope_type -> (positions, their names of ours)
+ROPE = {  # rope_type -> (model.positions, {their key: our setting})
     "default": ("rope", {}),
     "llama3": (
         "rope_llama3",
@@ -120,7 +120,7 @@ def write_rope(m: dict[str, Any]) -> dict[str, Any]:
 ROTARY = FolderSetting(read_rope, write_rope)
 
 
-# ---- which layers see a window only
+# ---- layers with sliding-window attention
 
 
 def attention_kinds(m: dict[str, Any]) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ def attention_kinds(m: dict[str, Any]) -> tuple[str, ...]:
 
 
 def as_pattern(layers: tuple[str, ...]) -> dict[str, Any]:
-    """The settings of these layers' kinds: the shortest pattern that gives them."""
+    """Settings for layers of these attention kinds: the shortest pattern that repeats to them."""
     n = next(n for n in range(1, len(layers) + 1) if all(k == layers[i % n] for i, k in enumerate(layers)))
     return {"attention.kind": layers[0], "pattern": None} if n == 1 else {"pattern": layers[:n]}
 
@@ -139,7 +139,7 @@ LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
 def layers_and_window(keys: Keys, default: list[str], window: int | None, off: str) -> dict[str, Any]:
-    """Our settings of layer_types, where there are none of the default ones. `off`: where the window is None, why."""
+    """Our settings for the key layer_types, or for `default` if it is absent. `off`: the reason for a window of None, for errors."""
     types = keys.get("layer_types", None) or default
     if not types or set(types) - set(LAYER_TYPES) or len(types) != keys.get("num_hidden_layers"):
         raise keys.error(f"layer_types={types}: must be one of {', '.join(LAYER_TYPES)} for each of num_hidden_layers")
