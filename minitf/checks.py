@@ -39,6 +39,12 @@ def rounded(value: float, dtype: str) -> float:
     return x if abs(x) >= info.smallest_normal else 0.0
 
 
+def rounded_limits(declared: Setting, dtype: str) -> Setting:
+    """The inclusive limits as the dtype has them: a limit itself is allowed, though it rounds to a number beyond it."""
+    limits = {name: getattr(declared, name) for name in ("at_least", "at_most")}
+    return dataclasses.replace(declared, **{n: rounded(v, dtype) for n, v in limits.items() if v is not None})
+
+
 def within(declared: Setting, value: float) -> bool:
     s = declared
     return (
@@ -94,7 +100,7 @@ def check_value(name: str, value: Any, field: Field, dtype: str = "float32") -> 
     for x in numbers(value):
         if not within(s, x):
             raise ValueError(f"{name}={value}: must be {constraint(s) or 'finite'}")
-        if isinstance(x, float) and not (within(s, y := rounded(x, dtype)) and (y or not x)):
+        if isinstance(x, float) and not (within(rounded_limits(s, dtype), y := rounded(x, dtype)) and (y or not x)):
             also = f" and {c}" if (c := constraint(s)) else ""
             raise ValueError(f"{name}={value}: must be finite{also}, and so in {dtype}, in which it is {y:g}")
     if s.check is not None:

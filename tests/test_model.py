@@ -87,7 +87,6 @@ def test_consecutive_query_heads_share_a_key_value_head(kernel):
 
 
 # 300 positions are three blocks of queries for blocked, the last one shorter.
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("kernel", "length"), slow([("xla", 16), ("blocked", 16), ("blocked", 300)], but=[("xla", 16), ("blocked", 300)])
 )
@@ -246,7 +245,6 @@ def test_the_step_draws_a_mask_for_each_row_layer_and_site(accumulation, monkeyp
     assert len(set(used)) == 8 * (1 + 3 * 3)  # rows x (the embedding; three sites in each of three layers)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("mesh", "accumulation"), slow([("1", 4), ("2x2x2", 2), ("data8", 1), ("1x2x4", 4)], but=[("2x2x2", 2)])
 )

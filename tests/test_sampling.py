@@ -288,10 +288,10 @@ IN_FLOAT32 = dict(width=32, allow_subnormal=False)  # settings are refused that 
     seed=st.integers(0, 2**32 - 1),
     sampling=st.builds(
         Sampling,
-        repetition_penalty=st.floats(0.01, 100),
+        repetition_penalty=st.floats(2**-6, 100, **IN_FLOAT32),
         temperature=st.one_of(st.just(0.0), st.floats(0, 1000, **IN_FLOAT32)),
         top_k=st.integers(0, 2**31 - 1),
-        top_p=st.floats(0, 1, exclude_min=True, **IN_FLOAT32),
+        top_p=st.floats(2**-20, 1, **IN_FLOAT32),
         min_p=st.floats(0, 1, **IN_FLOAT32),
     ),
 )

@@ -10,6 +10,7 @@ from common import TINY
 from minitf import checks, settings
 from minitf.checks import check, check_value
 from minitf.config import Config
+from minitf.sampling import Sampling
 from minitf.settings import flat, setting
 from minitf.tables import Kind, did_you_mean, pick
 from tools import fuzz_config
@@ -232,3 +233,10 @@ def test_drawn_configs_are_built_or_refused_by_the_name_of_a_setting():
         ended[result.kind] += 1
         assert flat(drawn.cfg)
     assert min(ended.values()) > 50
+
+
+def test_an_inclusive_limit_is_a_value_though_float32_rounds_it_beyond():
+    """float32 has 0.0099999998 for 0.01."""
+    checks.check(Sampling(repetition_penalty=0.01))
+    with pytest.raises(ValueError, match=r"0\.00999: must be at least 0\.01"):
+        checks.check(Sampling(repetition_penalty=0.00999))

@@ -80,7 +80,6 @@ def test_the_command_prints_count_and_shape(command):
     assert "[2,16,32]" in command[0].stdout
 
 
-@pytest.mark.core
 def test_the_plain_loop_has_the_losses_of_the_command(command):
     """docs/plain_loop.py trains with the core alone, and minitf.train changes no bit of it."""
     plain = ROOT / "docs/plain_loop.py"
