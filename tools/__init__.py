@@ -1,1 +1,1 @@
-"""Command lines around minitf: they import it, it never imports them."""
+"""Command-line tools: they import minitf, which never imports them."""

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md: every setting, from its declaration.
+"""Writes docs/settings.md, which lists every setting, from the declarations.
 
 python -m tools.document_settings
 """

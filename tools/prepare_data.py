@@ -4,17 +4,16 @@ python -m tools.prepare_data --input corpus/ more.jsonl.zst 'web/*.parquet' --ou
 python -m tools.prepare_data --input chats.jsonl --format chat --output data/chats --tokenizer tokenizers/bpe --pack 2048
 python -m tools.prepare_data --output data/store --verify
 
-A core encodes 1 to 4 MB of text a second; the disk holds the ids twice until the end. Killed at any time, the same command goes
-on where it was, and the store is the same, byte for byte, whatever the kills and the number of workers. Each document begins with
-the start token that the tokenizer itself puts before a text, where it does, and ends with its end token; the manifest says so
-(frame), and training, evaluation and generation follow it. Whether a document is for validation follows from its text alone. Exit
-status: 0 done (also: already done), 1 a failure, or files that --verify finds changed, 2 a mistake in what was asked for, 3
-stopped by Ctrl-C.
+A core encodes 1 to 4 MB of text per second; until the end, the disk holds the ids twice. After a kill at any time, the same command
+resumes, and the store is byte for byte the same, whatever the kills and the number of workers. Each document begins with the start
+token that the tokenizer's post-processor adds, if any, and ends with its end token; the manifest records this (`frame`) for
+training, evaluation and generation. A document's text alone determines whether it is for validation. Exit status: 0 done (or
+already done before), 1 a failure, or files that --verify finds changed, 2 a user error, 3 stopped by Ctrl-C.
 
-Files are read as tools/preparation/documents.py says. A record of --format text has a text (--text_key); of completion, `prompt`
-and `completion`, of which only the latter counts in the loss; of chat, `messages`, of which the assistant's count. Rows of
-parquet and tokens are numbered from 0, lines from 1. A process takes less than 2 GB, however long texts are; but lines of JSON
-and texts in parquet have at most 256 MB. The documents' order takes about 100 bytes of memory a document.
+File formats: see tools/preparation/documents.py. A record of --format text has a text (--text_key); of completion, `prompt` and
+`completion`, of which only the latter counts in the loss; of chat, `messages`, of which the assistant's count. Rows of parquet and
+tokens are numbered from 0, lines from 1. A process takes less than 2 GB of memory, however long texts are; but lines of JSON and
+texts in parquet are limited to 256 MB. Ordering the documents takes about 100 bytes of memory per document.
 """
 
 import argparse
@@ -69,10 +68,10 @@ from tools.preparation.workers import Task, WorkerDied, cores, parallel
 
 
 def settings_of(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What decides the store, but for the inputs. Not --skip_bad: with it, a run that met a bad record goes on."""
+    """Settings that determine the store, besides the inputs. Not --skip_bad: adding it resumes a run that stopped at a bad record."""
     names = "format text_key token_dtype val_fraction seed shuffle dedup near_threshold shard_tokens"
     start = frames.start_of(tokenizer)
-    # Not where there is none: stores from before it was written are the same.
+    # Omitted if there is none, so that stores made before this key existed still match.
     more = ({} if start is None else {"start_token": start}) | ({"as_text": True} if args.as_text else {})
     return {"tokenizer": tokenizer.fingerprint, **more, **{name: getattr(args, name) for name in names.split()}}
 
@@ -124,10 +123,10 @@ def check_inputs(args: argparse.Namespace) -> list[str]:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Raises ValueError where a user must act, WorkerDied or OSError where the machine failed."""
+    """Makes or resumes a store. Raises ValueError for user errors, WorkerDied or OSError for failures of the system."""
     tokenizer, paths = check_tokenizer(args), check_inputs(args)
     if args.dedup == "near":
-        Shingles()  # fails now where its package is missing
+        Shingles()  # raises now if its package is missing
     ours = {"settings": settings_of(args, tokenizer), "inputs": describe_inputs(paths)}
     directory = args.output
     if directory.exists() and not directory.is_dir():
@@ -135,7 +134,7 @@ def prepare(args: argparse.Namespace) -> None:
     manifest = store.read_manifest(directory) if (directory / store.MANIFEST).exists() else None
     begun = read_json(directory / UNFINISHED / BEGUN)
     if not any((directory / UNFINISHED).glob("unit-*.json")):
-        begun = None  # nothing is done that could be lost
+        begun = None  # there is no progress to lose
     strange = foreign(directory, bool(manifest or begun or args.overwrite))
     if strange:
         raise ValueError(
@@ -180,7 +179,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def tokenise_all(work: Work, units: list[list[Span]], workers: int) -> dict[str, Any]:
-    """The sums of the units' counts."""
+    """Tokenises all units that are not done yet; returns counts summed over units, and the first bad record."""
     records = [read_json(work.unit(i, "json")) for i in range(len(units))]
     tasks = []
     for i, (spans, record) in enumerate(zip(units, records, strict=True)):
@@ -201,7 +200,7 @@ def tokenise_all(work: Work, units: list[list[Span]], workers: int) -> dict[str,
 
 
 def assemble(work: Work, ours: dict[str, Any], numbers: dict[str, Any], tokenizer: Tokenizer, workers: int) -> None:
-    """The shards, the tokenizer, and the manifest when all else is on the disk."""
+    """Writes the shards, the tokenizer and, once all else is on disk, the manifest."""
     directory, width = work.directory, np.dtype(work.dtype).itemsize
     chosen, text_bytes, duplicates = choose(work, numbers["units"], ours["settings"])
     masked = numbers["uncounted"] > 0
@@ -298,7 +297,7 @@ def pack(directory: Path, lengths: list[int]) -> None:
 
 
 def verify(directory: Path) -> int:
-    """Exit status; what differs from the manifest is printed."""
+    """Prints how a store's files differ from its manifest; returns the exit status."""
     manifest = store.read_manifest(directory)
     expected: dict[str, str] = {INPUTS: manifest["prepared"]["inputs"]["sha256"]}
     for split in manifest["splits"].values():
@@ -314,7 +313,7 @@ def verify(directory: Path) -> int:
             return f"{name}: {e.strerror}"
         return None if found == expected[name] else f"{name}: its sha256 is {found}, not {expected[name]}"
 
-    with ThreadPoolExecutor(cores()) as pool:  # hashing does not hold the interpreter
+    with ThreadPoolExecutor(cores()) as pool:  # hashing releases the GIL
         wrong = [line for line in pool.map(state, expected) if line]
     try:
         if make_tokenizer(f"{directory}/{TOKENIZER_FILE}", []).fingerprint != manifest["tokenizer"]["fingerprint"]:
@@ -385,7 +384,7 @@ def main(argv: list[str] | None = None) -> int:
         pack(args.output, args.pack)
         return verify(args.output) if args.verify else 0
     except ValueError as e:
-        from minitf import command_line  # brings JAX, which workers do without
+        from minitf import command_line  # imports JAX, which workers do not need
 
         command_line.fail(str(e))
     except (WorkerDied, OSError) as e:

@@ -44,7 +44,7 @@ class Tensor(NamedTuple):
 
 
 def shape_of(p: Param, outputs_first: bool) -> tuple[int, ...]:
-    """Shape of one of our arrays in their layout: products are matrices (inputs, outputs), embeddings stay, others are vectors."""
+    """Shape of one of our arrays in their layout: products are matrices of inputs and outputs, embeddings unchanged, others flat."""
     if p.kind == "embedding":
         return p.shape
     if not p.inputs:

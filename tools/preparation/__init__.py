@@ -1,1 +1,1 @@
-"""How tools.prepare_data works inside: from files of text to the shards of a store."""
+"""Implementation of tools.prepare_data: from text files to the shards of a store."""

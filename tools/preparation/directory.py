@@ -1,4 +1,4 @@
-"""The directory of a store: whose it is, what the store is made of, and that one process at a time is at it."""
+"""The directory of a store: its lock, its files, and the record of settings and inputs it is made from."""
 
 import fcntl
 import hashlib
@@ -13,41 +13,41 @@ from minitf.data.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILE
 from minitf.paths import write_whole
 from tools.preparation.documents import STDIN
 
-INPUTS = "inputs.json"  # every file that a store was made of
-UNFINISHED = "unfinished"  # the directory of what is needed until then
-BEGUN = "begun.json"  # in it: what the store shall be made of
+INPUTS = "inputs.json"  # lists every input file of the store
+UNFINISHED = "unfinished"  # subdirectory of temporary files, removed when the store is complete
+BEGUN = "begun.json"  # in UNFINISHED: settings and inputs of the store in preparation
 OURS = re.compile(
     rf"({'|'.join(store.SPLITS)})-(\d{{5,}}\.(bin|idx|mask)|.+\.plan)(\.part)?|({store.MANIFEST}|{INPUTS})(\.part)?|{UNFINISHED}"
 )
 
 
 def write_json(path: Path, tree: Any) -> str:
-    """The sha256 of what is now there, whole and on the disk."""
+    """Writes a file atomically and durably; returns its sha256."""
     contents = (json.dumps(tree, indent=2) + "\n").encode()
     write_whole(path, contents)
     return hashlib.sha256(contents).hexdigest()
 
 
 def read_json(path: Path) -> Any:
-    """None where there is no such file."""
+    """The contents of a JSON file; None if it does not exist."""
     return json.loads(path.read_text()) if path.exists() else None
 
 
-# ---- what a store is, or shall be, made of
+# ---- settings and inputs of a store
 
 
 def describe_inputs(paths: list[str]) -> list[dict[str, Any]]:
-    """So that another file under the same name is noticed."""
+    """Path, size and mtime of each input, so that a changed file is noticed; None for standard input."""
     stats = {path: None if path == STDIN else os.stat(path) for path in paths}
     return [{"path": path, "size": s and s.st_size, "mtime_ns": s and s.st_mtime_ns} for path, s in stats.items()]
 
 
 def size_of(inputs: list[dict[str, Any]]) -> int:
-    return sum(i["size"] or 0 for i in inputs)  # standard input's is not known
+    return sum(i["size"] or 0 for i in inputs)  # the size of standard input is unknown
 
 
 def made_of(directory: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """{settings, inputs} of a finished store; None: its list of inputs is not there as it was."""
+    """{settings, inputs} of a finished store; None if its list of inputs is missing or has changed."""
     path, prepared = directory / INPUTS, manifest["prepared"]
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != prepared["inputs"]["sha256"]:
         return None
@@ -55,7 +55,7 @@ def made_of(directory: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Lines `name: old -> new` of two of {settings, inputs}."""
+    """Lines `name: old -> new` for the differences of two {settings, inputs}."""
     lines = [
         f"--{k}: {old['settings'].get(k)} -> {v}" for k, v in new["settings"].items() if old["settings"].get(k) != v
     ]
@@ -88,7 +88,7 @@ def foreign(directory: Path, of_a_store: bool) -> list[str]:
 
 
 def claim(directory: Path) -> BinaryIO:
-    """A file that is locked as long as it is open. Raises ValueError where another process has it."""
+    """The lock file of a store, locked until it is closed. Raises ValueError if another process holds it."""
     (directory / UNFINISHED).mkdir(parents=True, exist_ok=True)
     lock = open(directory / UNFINISHED / "lock", "ab")
     try:
@@ -99,8 +99,8 @@ def claim(directory: Path) -> BinaryIO:
 
 
 def clear(directory: Path) -> None:
-    """Removes a store, finished or not. A tokenizer stays: it may be the one in use. Killed on the way, what is left says of
-    nothing that it is done which is not."""
+    """Removes a store, finished or not. Keeps its tokenizer, which may be the one in use. Manifest and progress records go first: if
+    killed on the way, no remaining record claims files that are gone."""
     (directory / store.MANIFEST).unlink(missing_ok=True)
     unfinished = [p for p in (directory / UNFINISHED).iterdir() if p.name not in (BEGUN, "lock")]
     records = [p for p in unfinished if p.suffix == ".json"]
@@ -110,7 +110,7 @@ def clear(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """A file's, or a directory's, contents on the disk."""
+    """Flushes a file or directory to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

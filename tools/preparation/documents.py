@@ -1,10 +1,10 @@
-"""Documents out of files, for the tools that read text. A document's text is bytes, the same from every kind of file: a
-byte-order mark and CR LF stay, but for a mark at the start of a file of JSON lines, which is that file's, not a document's.
+"""Reads documents from files, for the tools that take text. A document's text is bytes, the same from every kind of file: byte-order
+marks and CR LF are preserved, except for a mark at the start of a file of JSON lines, which belongs to no document.
 
-By suffix: .jsonl and .ndjson are lines of JSON, .json lines or an array of it, .csv and .tsv tables whose first line names the
-columns, .parquet rows, .bin flat token ids (nanoGPT's), all else one document a file. .gz, .zst, .bz2 and .xz hold what the suffix
-before says, and lines of JSON where it is missing. `-` is standard input, of JSON. What is no text by its first bytes is refused, and
-so are other containers; --as_text takes each file as the text of one document, whatever its name.
+By suffix: .jsonl and .ndjson are JSON lines, .json JSON lines or an array, .csv and .tsv tables whose first line names the columns,
+.parquet rows, .bin flat token ids (nanoGPT's), anything else one document per file. .gz, .zst, .bz2 and .xz contain what the suffix
+before them says, JSON lines if there is none. `-` is JSON lines on standard input. Files that are not text by their first bytes are
+refused, and so are other containers; --as_text takes each file as the text of one document, whatever its name.
 """
 
 import bz2
@@ -32,23 +32,23 @@ from minitf.data.long_texts import BLOCK_BYTES
 from minitf.data.store import check_width
 from minitf.paths import FIRST_BYTES, container, files_below, given
 
-LINE = 256 << 20  # the longest line of JSON
+LINE = 256 << 20  # bytes of the longest JSON line
 STDIN = "-"
 
 
-# ---- which files, and their cut into units
+# ---- input files, and their division into units of work
 
 
 KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "table", ".tsv": "table"}
-UNPACKED = {".parquet": "parquet", ".bin": "ids"}  # only where they are not compressed
-# Containers whose contents are no document, and which are not opened here.
+UNPACKED = {".parquet": "parquet", ".bin": "ids"}  # kinds that cannot be read compressed
+# Containers that are refused: their bytes are not a document's text.
 CLOSED = frozenset(
     ".zip .tar .tgz .tbz .tbz2 .txz .7z .rar .lz4 .arrow .feather .npy .npz .h5 .hdf5 .pkl .sqlite .db .pdf .docx".split()
 )
 
 
 def kind_of(path: str, as_text: bool = False) -> tuple[str, str]:
-    """(lines, json, table, parquet, ids, text or closed; the suffix of the compression, or "")."""
+    """(lines, json, table, parquet, ids, text or closed; suffix of the compression or "")."""
     if as_text and path != STDIN:
         return "text", ""
     name, packed = path.lower(), ""
@@ -64,8 +64,8 @@ def kind_of(path: str, as_text: bool = False) -> tuple[str, str]:
 
 
 def find_files(inputs: list[str]) -> list[str]:
-    """The files that inputs name: files, directories, patterns, `-`; in their order, each once. Raises ValueError naming an
-    input that is none of them."""
+    """Files named by the inputs (files, directories, patterns, `-`), in order, each once. Raises ValueError naming an input without a
+    match."""
     found: list[str] = []
     for name in inputs:
         if name == STDIN:
@@ -81,8 +81,8 @@ def find_files(inputs: list[str]) -> list[str]:
 
 
 class Span(NamedTuple):
-    """Part of a file: bytes start .. stop of lines or ids, row groups start .. stop of parquet, and all of other files. A line
-    or a document of ids belongs to the span in which it begins. `size`: its bytes on the disk."""
+    """Part of a file: bytes start .. stop of lines or ids, row groups start .. stop of parquet, all of other files. A line or a
+    document of ids belongs to the span in which it begins. `size`: bytes on disk."""
 
     path: str
     start: int
@@ -91,8 +91,8 @@ class Span(NamedTuple):
 
 
 def unit_size(total: int) -> int:
-    """Bytes of input that are one unit of work: a function of the inputs' bytes alone, so that the number of workers changes
-    nothing. Small enough for many cores, large enough that a unit's files are few."""
+    """Bytes of input per unit of work: a function of the inputs' total bytes alone, so that the store does not depend on the number of
+    workers. Small enough to occupy many cores, large enough to keep the number of units' files low."""
     return min(max(total // 1024, 2 << 20), 256 << 20)
 
 
@@ -110,7 +110,7 @@ def spans_of(path: str, unit: int = sys.maxsize, as_text: bool = False) -> list[
 
 
 def make_units(paths: list[str], unit: int, as_text: bool = False) -> list[list[Span]]:
-    """All spans of the files, in order, in groups of about `unit` bytes: a function of the files alone."""
+    """All spans of the files, in order, in groups of about `unit` bytes: a function of files and `unit` alone."""
     units: list[list[Span]] = []
     room = 0
     for span in itertools.chain.from_iterable(spans_of(path, unit, as_text) for path in paths):
@@ -122,34 +122,34 @@ def make_units(paths: list[str], unit: int, as_text: bool = False) -> list[list[
     return units
 
 
-# ---- records: what may become a document
+# ---- records: candidates for documents
 
 
 class Ids(NamedTuple):
-    """Text that is encoded already, in blocks."""
+    """Text that is already token ids, in blocks."""
 
     blocks: Iterable[np.ndarray]
 
 
-# What a document is made of: (text in blocks, or ids, or the role of a special id; whether its tokens count).
+# Part of a document: (text in blocks, or ids, or the role of a special id; whether its tokens are targets).
 Part = tuple[Iterable[bytes] | Ids | str, bool]
 
 
 class Record(NamedTuple):
-    """where() names it in messages; parts() raises ValueError where it is no document, and gives none where it is empty."""
+    """where() names it in messages. parts() raises ValueError if it is not a document; [] if it is empty."""
 
     where: Callable[[], str]
     parts: Callable[[], list[Part]]
 
 
 class Position:
-    """How many bytes of the input on the disk have been read."""
+    """Number of bytes of the input files that have been read; readers update it."""
 
     bytes = 0
 
 
 class Reading(NamedTuple):
-    """How records are read. `utf8`: text must be it; `eos` and `vocab_size` matter for token ids only."""
+    """Options of the readers. `utf8`: text must be UTF-8. `eos`, `vocab_size`: used for token ids only."""
 
     format: str = "text"
     text_key: str = "text"
@@ -161,7 +161,7 @@ class Reading(NamedTuple):
 
 
 def look_up(record: Any, key: str) -> Any:
-    """record[key]; a key with dots leads into objects where it is not itself there."""
+    """record[key], or record["a"]["b"] for a key "a.b" that is not itself in the record. Raises ValueError if there is none."""
     if not isinstance(record, dict):
         raise ValueError(f"is {type(record).__name__}, not an object with the key {key!r}")
     if key in record:
@@ -204,9 +204,9 @@ def chat_parts(record: Any, key: str) -> list[Part]:
 
 
 class Format(NamedTuple):
-    columns: Callable[[str], tuple[str, ...]]  # of --text_key
-    parts: Callable[[Any, str], list[Part]]
-    end_counts: bool  # whether the end of the document does
+    columns: Callable[[str], tuple[str, ...]]  # --text_key -> columns that are read
+    parts: Callable[[Any, str], list[Part]]  # (record, --text_key)
+    end_counts: bool  # whether the end token of a document is a target
 
 
 FORMATS = {
@@ -220,7 +220,7 @@ FORMATS = {
 
 
 class ZstdFile(io.RawIOBase):
-    """Reads all frames of a file. The reader of zstandard itself takes a torn file for a whole one."""
+    """Reads all frames of a file. zstandard's own reader does not notice a truncated file."""
 
     def __init__(self, raw: BinaryIO):
         try:
@@ -236,7 +236,7 @@ class ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._out:
-            self._packed = self._packed or self._raw.read(4096)  # little at a time: 4 bytes may stand for 128 kB
+            self._packed = self._packed or self._raw.read(4096)  # small reads: 4 bytes may expand to 128 kB
             if not self._packed:
                 if self._frame is not None:
                     raise EOFError("the file ends inside a frame")
@@ -258,14 +258,14 @@ STANDARD = {".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".bz2": bz2.BZ2File, 
 
 
 def opened(raw: BinaryIO, packed: str) -> BinaryIO:
-    """The contents of an open file."""
+    """A file of the decompressed contents of an open file."""
     if packed in STANDARD:
         return STANDARD[packed](raw)
     return io.BufferedReader(ZstdFile(raw), 1 << 20) if packed else raw
 
 
 class Unreadable(ValueError):
-    """A file, not a record of it."""
+    """A whole file cannot be read, not just one record of it."""
 
 
 def torn(path: str, error: Exception) -> Unreadable:
@@ -279,7 +279,7 @@ TORN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def parse_line(line: bytes, reading: Reading) -> list[Part]:
-    # Such a letter makes Python take four bytes for each, and the line is there twice while it is parsed.
+    # One character beyond U+FFFF makes Python store all in four bytes each, and parsing holds the line twice.
     most = LINE // 2 if len(line) > LINE // 2 and re.search(b"[\xf0-\xf4]", line) else LINE
     if len(line) > most:
         raise ValueError(
@@ -302,7 +302,7 @@ def lines_before(path: str, end: int) -> int:
 
 
 def skip_line(file: BinaryIO) -> int:
-    """Reads up to the next line; how many bytes that was."""
+    """Reads to the start of the next line; returns the number of bytes read."""
     n = 0
     while part := file.readline(BLOCK_BYTES):
         n += len(part)
@@ -322,7 +322,7 @@ def line_records(span: Span, packed: str, reading: Reading, position: Position) 
         if span.start:
             raw.seek(span.start - 1)
             at += skip_line(file) - 1
-        number = int(at > span.start)  # lines of the span so far; one begins before it
+        number = int(at > span.start)  # lines of the span so far; counts one that begins before the span
         while (end is None or at < end) and (line := file.readline(LINE + 1)):
             number += 1
             if len(line) > LINE and not line.endswith(b"\n"):
@@ -345,7 +345,7 @@ def beginning(path: str, packed: str) -> bytes:
 
 
 def json_records(span: Span, packed: str, reading: Reading, position: Position) -> Iterator[Record]:
-    """The elements of an array, or the objects of lines. Raises Unreadable for what is neither."""
+    """The elements of a JSON array, or the objects of JSON lines. Raises Unreadable if the file is neither."""
     path = span.path
     first = beginning(path, packed).removeprefix(codecs.BOM_UTF8).lstrip()
     if not first.startswith(b"["):
@@ -376,7 +376,7 @@ def json_records(span: Span, packed: str, reading: Reading, position: Position) 
 
 
 def table_records(span: Span, packed: str, reading: Reading, position: Position) -> Iterator[Record]:
-    """The rows of comma- or tab-separated values. Raises Unreadable where there is no such column."""
+    """The rows of comma- or tab-separated values. Raises Unreadable if a needed column is missing."""
     path, before = span.path, position.bytes
     csv.field_size_limit(LINE)
     with open(path, "rb") as raw:
@@ -431,7 +431,7 @@ def parquet_records(span: Span, packed: str, reading: Reading, position: Positio
     metadata, before = file.metadata, position.bytes
     row = first = sum(metadata.row_group(i).num_rows for i in range(span.start))
     group = metadata.row_group(span.start)
-    # Few rows at a time where they are long: all of them are in memory.
+    # Fewer rows per batch if they are long: a batch is in memory.
     rows = max(1, min(1024, group.num_rows * (BLOCK_BYTES // 2) // max(group.total_byte_size, 1)))
     try:
         for batch in file.iter_batches(rows, row_groups=[span.start], columns=list(columns), use_threads=False):
@@ -444,7 +444,7 @@ def parquet_records(span: Span, packed: str, reading: Reading, position: Positio
 
 
 def id_blocks(path: str, first: int, end: int, reading: Reading) -> Iterator[np.ndarray]:
-    """Ids first .. end of a file. Raises ValueError naming one that is not of the vocabulary."""
+    """Ids first .. end of a file. Raises Unreadable naming the first that is not below vocab_size."""
     dtype = np.dtype(reading.token_dtype).newbyteorder("<")
     for at in range(first, end, BLOCK_BYTES):
         ids = np.fromfile(path, dtype, min(BLOCK_BYTES, end - at), offset=at * dtype.itemsize)
@@ -459,7 +459,7 @@ def id_blocks(path: str, first: int, end: int, reading: Reading) -> Iterator[np.
 
 
 def id_records(span: Span, packed: str, reading: Reading, position: Position) -> Iterator[Record]:
-    """The documents between end marks, without them."""
+    """The documents between end tokens, without these."""
     width, before = np.dtype(reading.token_dtype).itemsize, position.bytes
     size = os.path.getsize(span.path)
     if size % width:
@@ -476,7 +476,7 @@ def id_records(span: Span, packed: str, reading: Reading, position: Position) ->
         where = functools.partial("{}, token {}".format, span.path, first)
         return Record(where, lambda: [(Ids(id_blocks(span.path, first, last, reading)), True)] if last > first else [])
 
-    begin, at = (0 if start == 0 else None), max(start - 1, 0)  # a document begins where another has ended
+    begin, at = (0 if start == 0 else None), max(start - 1, 0)  # a document begins after the end of another
     while at < end and not (begin is None and at >= stop - 1):
         ids = np.fromfile(span.path, np.dtype(reading.token_dtype).newbyteorder("<"), BLOCK_BYTES, offset=at * width)
         for mark in (np.flatnonzero(ids == reading.eos) + at).tolist():
@@ -548,7 +548,7 @@ READERS = {
 
 
 def read_records(spans: list[Span], reading: Reading, position: Position) -> Iterator[Record]:
-    """All records of spans. Raises Unreadable where a file cannot be read on."""
+    """All records of spans. Raises Unreadable if a file cannot be read to its end."""
     before = 0
     for span in spans:
         kind, packed = kind_of(span.path, reading.as_text)

@@ -1,4 +1,4 @@
-"""Documents that repeat others: exactly, by the hash of their text, or nearly, by the MinHash signature of their words."""
+"""Finds duplicate documents: exact ones by the hash of their text, near ones by MinHash signatures of their words."""
 
 import codecs
 import re
@@ -7,29 +7,29 @@ from pathlib import Path
 
 import numpy as np
 
-PERMUTATIONS, SHINGLE = 128, 5  # of MinHash; words
-NEIGHBOURS = 16  # documents of equal hash that each is compared with
+PERMUTATIONS, SHINGLE = 128, 5  # permutations of MinHash; words of a shingle
+NEIGHBOURS = 16  # following documents of equal band hash that each document is compared with
 
 
-# Scripts that put no space between words: Thai, Lao, Myanmar, Khmer, kana, Chinese characters. Each letter is a word there.
+# Scripts without spaces between words: Thai, Lao, Myanmar, Khmer, kana, Chinese characters. Each letter counts as a word.
 UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
 LETTER = re.compile(f"[{UNSPACED}]")
 WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
-LONGEST = 64  # letters of a word; what goes on without a space beyond (minified code, tables) is cut into letters
+LONGEST = 64  # letters of a word; a longer run without spaces (minified code, tables) is split into letters
 
 
 class Words:
-    """The words of a text that comes piece by piece, cut anywhere."""
+    """Incremental splitter of a text into words; the text's pieces may be cut anywhere."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._rest = ""  # of a word that may go on
-        self._in_letters = False  # the word under way is longer than the longest
+        self._rest = ""  # beginning of a word that may continue in the next piece
+        self._in_letters = False  # the unfinished word is longer than LONGEST
 
     def add(self, piece: bytes, last: bool = False) -> list[bytes]:
-        """The words that are whole now."""
+        """The words that this piece completes. `last`: the text ends here."""
         text, found = self._rest + self._decoder.decode(piece, last), []
         self._rest = ""
         for match in WORD.finditer(text):
@@ -49,7 +49,7 @@ class Words:
 
 
 class Shingles:
-    """MinHash signature of a document's words, five at a time, from its text piece by piece."""
+    """Incremental MinHash signature of a document's shingles of SHINGLE words."""
 
     def __init__(self) -> None:
         try:
@@ -57,7 +57,7 @@ class Shingles:
         except ImportError:
             raise ValueError("--dedup near needs the package datasketch: pip install '.[data]'") from None
         self._hash = MinHash(PERMUTATIONS, hashfunc=zlib.crc32)
-        self._words, self._last = Words(), list[bytes]()  # the last words, too few for a shingle
+        self._words, self._last = Words(), list[bytes]()  # _last: the last SHINGLE - 1 words
         self._any = False
 
     def add(self, piece: bytes) -> None:
@@ -65,7 +65,7 @@ class Shingles:
 
     def _update(self, words: list[bytes]) -> None:
         words = self._last + words
-        for first in range(0, len(words) - SHINGLE + 1, 1 << 13):  # its arrays have a row for each
+        for first in range(0, len(words) - SHINGLE + 1, 1 << 13):  # update_batch holds a row per shingle
             last = min(first + (1 << 13), len(words) - SHINGLE + 1)
             self._hash.update_batch([b" ".join(words[i : i + SHINGLE]) for i in range(first, last)])
             self._any = True
@@ -73,21 +73,21 @@ class Shingles:
 
     def signature(self) -> np.ndarray:
         self._update(self._words.add(b"", last=True))
-        if not self._any:  # a document of fewer words
+        if not self._any:  # the document has fewer than SHINGLE words
             self._hash.update(b" ".join(self._last))
         return self._hash.hashvalues.astype("<u4")
 
 
 def repeated(shas: np.ndarray) -> np.ndarray:
     """bool [documents]: whether an earlier document has the same hash [documents, 2]."""
-    order = np.lexsort((shas[:, 1], shas[:, 0]))  # stable: equal ones stay in order
+    order = np.lexsort((shas[:, 1], shas[:, 0]))  # stable: equal hashes stay in document order
     out = np.zeros(len(shas), bool)
     out[order[1:]] = (shas[order[1:]] == shas[order[:-1]]).all(axis=1)
     return out
 
 
 class Signatures:
-    """uint32 [documents, PERMUTATIONS] on the disk."""
+    """Signatures of all documents, uint32 [documents, PERMUTATIONS], on disk."""
 
     def __init__(self, files: list[Path], lengths: list[int]):
         self.parts = [
@@ -97,7 +97,7 @@ class Signatures:
         self.starts = np.cumsum([0, *lengths])
 
     def band(self, first: int, rows: int) -> np.ndarray:
-        """uint64 [documents]: a hash of some columns."""
+        """uint64 [documents]: a hash of columns first .. first + rows."""
         keys = np.zeros(self.starts[-1], np.uint64)
         for part, start in zip(self.parts, self.starts, strict=False):
             here = keys[start : start + len(part)]
@@ -117,8 +117,8 @@ class Signatures:
 
 
 def nearly_repeated(signatures: Signatures, among: np.ndarray, threshold: float) -> np.ndarray:
-    """Which of the documents `among` (ascending) are like an earlier one of them: documents that agree in a band of their
-    signatures are compared, and what is alike in `threshold` of the signature hangs together."""
+    """Those of the documents `among` (ascending) that are near duplicates of an earlier one: documents with an equal band of their
+    signatures are compared, and pairs equal in a share `threshold` of the signature are connected; the first of each component stays."""
     from datasketch import MinHashLSH
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components

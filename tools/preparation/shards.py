@@ -1,4 +1,4 @@
-"""A store's shards: which documents stay, in which order, and their parts of the units' files put together."""
+"""Writes a store's shards: selects and orders documents, and copies their ids from the units' files."""
 
 import contextlib
 import hashlib
@@ -15,14 +15,14 @@ from tools.preparation.duplicates import Signatures, nearly_repeated, repeated
 from tools.preparation.tokens import DOCUMENT, Work
 from tools.preparation.workers import Say
 
-COPY = 8 << 20  # bytes of ids that are copied at once
+COPY = 8 << 20  # bytes of ids copied at a time
 PLACE = np.dtype([("unit", "<i4"), ("start", "<i8"), ("tokens", "<i8")])
 
 
 def choose(
     work: Work, units: int, settings: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], dict[str, int | None], dict]:
-    """(PLACE of each document of each split, in the order of the store; bytes of text; numbers of duplicates)."""
+    """(by split, the PLACE of each document in store order; by split, bytes of text, None if unknown; numbers of duplicates)."""
     docs = [np.fromfile(work.unit(i, "docs"), DOCUMENT) for i in range(units)]
     lengths = [len(d) for d in docs]
     all_docs, places = np.concatenate(docs), np.zeros(sum(lengths), PLACE)
@@ -54,7 +54,7 @@ def choose(
 
 
 def cut_shards(tokens: np.ndarray, most: int) -> list[tuple[int, int]]:
-    """(first, end) of the documents of each shard: at most so many tokens, or one document."""
+    """(first, end) document of each shard: a shard has at most `most` tokens, or one longer document."""
     ends, shards, first = np.cumsum(tokens), [], 0
     while first < len(tokens):
         before = ends[first] - tokens[first]
@@ -65,7 +65,7 @@ def cut_shards(tokens: np.ndarray, most: int) -> list[tuple[int, int]]:
 
 
 def runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(unit, start, tokens) with documents that stand behind one another taken together."""
+    """(unit, start, tokens) of each run of adjacent documents."""
     breaks = (places["unit"][1:] != places["unit"][:-1]) | (
         places["start"][1:] != places["start"][:-1] + places["tokens"][:-1]
     )
@@ -75,7 +75,7 @@ def runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def write_file(path: Path, blocks: Iterator[bytes]) -> str:
-    """The sha256 of what is now there, whole and on the disk."""
+    """Writes a file atomically and durably; returns its sha256."""
     sha, part = hashlib.sha256(), path.with_name(path.name + ".part")
     with open(part, "wb", COPY) as f:
         for block in blocks:
@@ -88,13 +88,13 @@ def write_file(path: Path, blocks: Iterator[bytes]) -> str:
 
 
 def gather(work: Work, places: np.ndarray, suffix: str, width: int, say: Say) -> Iterator[bytes]:
-    """The documents' parts of the units' files."""
+    """The documents' parts of the units' files, in blocks. `width`: bytes per token."""
     done, told = 0, 0
     with contextlib.ExitStack() as stack:
         files: dict[int, BinaryIO] = {}
         for unit, start, tokens in runs(places):
             if unit not in files:
-                if len(files) == 500:  # open at a time
+                if len(files) == 500:  # limit on open files
                     stack.close()
                     files.clear()
                 files[unit] = stack.enter_context(open(work.unit(unit, suffix), "rb", 0))

@@ -1,4 +1,4 @@
-"""Units of the input into files of their own: ids, where documents end, and what was done, so that a killed run can go on."""
+"""Tokenises each unit of the input into its own files: ids, ends of documents, and progress, so that a killed run can resume."""
 
 import contextlib
 import fcntl
@@ -22,15 +22,15 @@ from tools.preparation.duplicates import Shingles
 from tools.preparation.workers import Say
 
 CHUNK = 32 << 20  # bytes of text after which a unit's progress is recorded
-BATCH = 2 << 20  # bytes of text that are encoded at once
-TRIED = 8  # texts of each unit that are decoded again
-# sha: the sha256's first half; bytes: -1 where they are not known.
+BATCH = 2 << 20  # bytes of text encoded at a time
+TRIED = 8  # texts per unit that are decoded and compared with the input
+# sha: first half of the sha256; end: tokens of the unit up to the document's end; bytes: of its text, -1 if unknown.
 DOCUMENT = np.dtype([("sha", ">u8", (2,)), ("end", "<i8"), ("bytes", "<i8")])
 COUNTS = ("documents", "empty", "bad", "tokens", "uncounted", "tried", "lossy")
 
 
 class Work(NamedTuple):
-    """What every process knows."""
+    """What all processes share: paths and options. `near`: signatures of near duplicates are needed."""
 
     directory: Path
     tokenizer: str
@@ -55,13 +55,13 @@ load_tokenizer = functools.cache(lambda name: make_tokenizer(name, [], "--tokeni
 
 
 class Writer:
-    """A unit's files under way. What they hold beyond the sizes of the progress record was not finished, and goes."""
+    """Writes a unit's files. Truncates them to the sizes in the progress record: anything after was not committed."""
 
     def __init__(self, work: Work, number: int, stack: contextlib.ExitStack):
         self.record = work.unit(number, "json")
         suffixes = ["bin", "docs"] + ["mask"] * work.masks + ["near"] * work.near
         self.files = {s: stack.enter_context(open(work.unit(number, s), "ab")) for s in suffixes}
-        fcntl.flock(self.files["bin"], fcntl.LOCK_EX)  # a worker of a killed run may still be dying
+        fcntl.flock(self.files["bin"], fcntl.LOCK_EX)  # a worker of a killed run may not have exited yet
         self.progress = read_json(self.record) or {
             "done": False,
             "read": 0,  # bytes of the input
@@ -80,13 +80,13 @@ class Writer:
             if os.path.getsize(self.files[suffix].name) < size:
                 raise ValueError(f"{self.files[suffix].name}: is shorter than it was; --overwrite begins anew")
             self.files[suffix].truncate(size)
-        self.items: list[bytes | np.ndarray] = []  # texts and ids that wait to be encoded and written
-        self.counting: list[bool] = []  # of each item
+        self.items: list[bytes | np.ndarray] = []  # texts and ids to be encoded and written
+        self.counting: list[bool] = []  # for each item, whether its tokens are targets
         self.ended: list[
             tuple[int, bytes, int]
-        ] = []  # documents that end in them: (items until there, sha, bytes of text)
-        self.signatures: list[np.ndarray] = []  # of those documents
-        self.waiting = self.since = 0  # bytes of text in items; since the last commit
+        ] = []  # documents that end in `items`: (items up to their end, sha, bytes of text)
+        self.signatures: list[np.ndarray] = []  # of the documents in `ended`
+        self.waiting = self.since = 0  # bytes of text in items; bytes encoded since the last commit
 
     def _special(self, role: str) -> np.ndarray:
         return np.array([self.tokenizer.specials[role]], self.work.dtype)
@@ -96,12 +96,12 @@ class Writer:
         self.counting.append(counts)
 
     def document(self, parts: list[documents.Part], say: Callable[[], None]) -> None:
-        """Adds one. Its hash is that of its text; of several parts, joined by zero bytes."""
+        """Adds a document. Its hash is the sha256 of its text; several parts are joined by zero bytes."""
         sha, size = hashlib.sha256(), 0
         lengths = self.tokenizer.byte_lengths
         shingles = Shingles() if self.work.near else None
         if self.start is not None:
-            # Of text it counts, as all tokens do; before a prompt that does not count it does not either.
+            # It is a target if the first part is: always in text, not before a prompt.
             self._add(self.start, parts[0][1])
         for i, (content, counts) in enumerate(parts):
             sha.update(b"\0" if i else b"")
@@ -111,7 +111,7 @@ class Writer:
             elif isinstance(content, documents.Ids):
                 for block, ids in enumerate(content.blocks):
                     if block == 0 and self.start is not None and ids[0] == self.start[0]:
-                        ids = ids[1:]  # whoever wrote them put it there already
+                        ids = ids[1:]  # the data already have the start token
                     sha.update(ids)
                     size = -1 if lengths is None else size + int(lengths[ids].sum())
                     self._add(ids, counts)
@@ -137,7 +137,7 @@ class Writer:
             say()
 
     def encode(self) -> None:
-        """Writes the ids of what waits."""
+        """Encodes and writes all items."""
         if not self.items:
             return
         texts = [x for x in self.items if isinstance(x, bytes)]
@@ -172,7 +172,7 @@ class Writer:
         self.items, self.counting, self.ended, self.signatures, self.waiting = [], [], [], [], 0
 
     def commit(self, read: int, done: bool = False) -> None:
-        """What is written counts from here on."""
+        """Makes everything so far durable, and records it as done. `read`: bytes of input read; `done`: the unit is complete."""
         self.encode()
         for suffix, file in self.files.items():
             file.flush()
@@ -184,7 +184,7 @@ class Writer:
 
 
 def encode_all(tokenizer: Tokenizer, texts: list[bytes]) -> list[np.ndarray]:
-    """Ids of each text, or piece of one."""
+    """Ids of each text, or of each piece of one."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return [tokenizer.encode(t) for t in texts]
     behind = [isinstance(t, long_texts.Behind) for t in texts]
@@ -194,7 +194,7 @@ def encode_all(tokenizer: Tokenizer, texts: list[bytes]) -> list[np.ndarray]:
 
 
 def tokenise(work: Work, number: int, spans: list[Span], say: Say) -> None:
-    """A unit's documents into its files, from where an earlier run stopped."""
+    """Writes a unit's documents to its files, resuming where an earlier run stopped."""
     with contextlib.ExitStack() as stack:
         writer = Writer(work, number, stack)
         progress, counts, position = writer.progress, writer.counts, documents.Position()

@@ -1,4 +1,4 @@
-"""Tasks in several processes: how far they are, and no process left behind, whatever happens."""
+"""Runs tasks in several processes with a progress report; leaves no process behind, whatever happens."""
 
 import collections
 import contextlib
@@ -14,25 +14,25 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-Say = Callable[[int], None]  # how many bytes of a task are done
+Say = Callable[[int], None]  # reports the number of bytes of a task that are done
 
 
 class Task(NamedTuple):
     arguments: tuple
     size: int  # bytes
-    done: int = 0  # of them, by an earlier run
+    done: int = 0  # bytes done by an earlier run
 
 
 class WorkerDied(Exception):
-    """A process ended, or failed, though nobody asked for what it could not do."""
+    """A worker process died or raised an unexpected exception: not a user error."""
 
 
 def serve(pipe: Any, function: Callable[..., None], threads: int) -> None:
-    """Calls the function for each task's arguments that the pipe brings; answers how much is done, an error, or None at the end."""
-    # A parent that was killed asks no more, and its next run begins where this task's files stand.
+    """Calls function for the arguments of each task from the pipe; sends back bytes done, and at the end an exception or None."""
+    # Exits with a killed parent: the next run resumes from this task's files.
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent is no more
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
         while True:
             arguments = pipe.recv()
             try:
@@ -45,8 +45,8 @@ def serve(pipe: Any, function: Callable[..., None], threads: int) -> None:
 
 
 def parallel(what: str, function: Callable[..., None], tasks: list[Task], workers: int) -> None:
-    """function(*arguments, say) of all tasks, the largest first, in so many processes, or in order in this one where one is
-    enough. Raises ValueError as they do, and WorkerDied; no process is left behind."""
+    """Calls function(*arguments, say) for all tasks, in `workers` processes with the largest first; in this process and in order if
+    one is enough. Raises their ValueError, or WorkerDied; leaves no process behind."""
     workers = min(workers, len(tasks))
     with contextlib.closing(Progress(what, tasks)) as progress:
         if workers > 1:
@@ -61,16 +61,16 @@ def in_processes(
 ) -> None:
     context = multiprocessing.get_context("spawn")
     threads = max(1, cores() // workers)
-    processes: dict[Any, Any] = {}  # by pipe
-    busy: dict[Any, int] = {}  # the number of its task, by pipe
+    processes: dict[Any, Any] = {}  # pipe -> process
+    busy: dict[Any, int] = {}  # pipe -> number of its task
     left = collections.deque(sorted(range(len(tasks)), key=lambda i: tasks[i].done - tasks[i].size))
 
     def give(pipe: Any) -> None:
         busy[pipe] = left.popleft()
-        with contextlib.suppress(ConnectionError):  # it has died: reading from it tells
+        with contextlib.suppress(ConnectionError):  # the worker has died: the next `recv` raises
             pipe.send(tasks[busy[pipe]].arguments)
 
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process alone
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by workers: Ctrl-C interrupts this process alone
     try:
         for _ in range(workers):
             ours, theirs = context.Pipe()
@@ -98,7 +98,7 @@ def in_processes(
     finally:
         signal.signal(signal.SIGINT, before)
         for process in processes.values():
-            process.kill()  # whenever that is: what it did since its last record is done again
+            process.kill()  # safe at any time: a run that resumes repeats what it did since its last record
             process.join()
 
 
@@ -114,7 +114,7 @@ def cores() -> int:
 
 
 class Progress:
-    """How many bytes of all tasks are done: a bar on a terminal, else a line now and then."""
+    """Reports the bytes of all tasks that are done: a bar on a terminal, otherwise a line every EVERY seconds."""
 
     EVERY = 10.0  # seconds between lines
 
