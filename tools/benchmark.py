@@ -9,11 +9,11 @@ python -m tools.benchmark --config configs/tiny.py --depths 4,48
 python -m tools.benchmark --config configs/tiny.py --saves runs/saves --steps 50
 
 `--config.NAME=VALUE` changes a setting of both sides, `--against.NAME=VALUE` of the second alone; --json prints one object.
-The sides of a comparison take turns, A B A B, each in a process of its own that stays alive: both meet the same disturbances,
-neither the other's compilations, caches and freed memory, and what counts is the ratio of each round. Each ratio needs a spread
-well below itself: where others use the machine, raise --rounds before --steps. Two processes need a device that they can share
-(CPU, GPU). configs/tiny.py takes half a minute on two CPU cores, compared with itself a minute and a half.
-Only --saves writes files, and takes them away.
+The sides of a comparison alternate, A B A B, each in its own long-lived process: both meet the same disturbances, but not each
+other's compilations, caches and freed memory. Compare them by the ratio of each round; its spread should be well below its
+difference from 1: if other processes use the machine, raise --rounds before --steps. Both processes must be able to share the
+device (CPU, GPU). configs/tiny.py takes half a minute on two CPU cores, compared with itself a minute and a half.
+Only --saves writes files, and it removes them.
 """
 
 import argparse
@@ -50,8 +50,8 @@ from minitf.training.state import TrainState
 from minitf.training.step import Batch
 from minitf.workdir import resolve
 
-TRANSFORMERS = "transformers"  # as a --peer
-WARM_UP = 2  # steps before the first that counts
+TRANSFORMERS = "transformers"  # value of --peer
+WARM_UP = 2  # steps before the measured ones
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in one unit of ru_maxrss
 
 
@@ -60,7 +60,7 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in one unit of ru_ma
 
 @dataclasses.dataclass
 class Bench:
-    """A job under way: each step takes the state and leaves the next."""
+    """A job with its compiled step, batches and state; each step donates `state` and replaces it."""
 
     job: Job
     step: jax.stages.Compiled
@@ -70,7 +70,7 @@ class Bench:
 
 
 def compile_step(functions: Program, job: Job, batch: Batch) -> tuple[jax.stages.Compiled, float]:
-    """The step that training runs, compiled before any state exists, and the seconds that it took."""
+    """(the step that training runs, seconds to trace, lower and compile it); needs no state."""
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), batch)
     with surroundings(job.mesh, job.cfg.model.dtype):
         began = time.perf_counter()
@@ -88,14 +88,14 @@ def start(job: Job) -> Bench:
 
 
 def begun(cfg: Config) -> Bench:
-    """As `minitf.train` begins."""
+    """A job set up as in `minitf.train`."""
     if cfg.keep_memory:
         memory_lib.keep_freed()
     return start(prepare(cfg))
 
 
 def facts(bench: Bench) -> dict[str, Any]:
-    """What holds for every step: sizes, rates and what the compiler says."""
+    """Figures that are the same in every step: sizes, FLOPs, peak rate and the compiler's memory analysis."""
     cfg, mesh, specs = bench.job.cfg, bench.job.mesh, bench.job.specs
     devices = list(mesh.devices.flat)
     memory = bench.step.memory_analysis()
@@ -120,7 +120,7 @@ def facts(bench: Bench) -> dict[str, Any]:
 
 
 def measured(step: Callable[[], None], steps: int) -> dict[str, Any]:
-    """Wall time of each of so many steps, the process's CPU time (all threads) and page faults, its peak size so far."""
+    """Wall time of each step; the process's CPU time (all threads) and minor page faults; its peak memory so far."""
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     cpu = time.process_time()
     times, last = [], time.perf_counter()
@@ -139,14 +139,14 @@ def measured(step: Callable[[], None], steps: int) -> dict[str, Any]:
 
 
 def run(bench: Bench, steps: int) -> dict[str, Any]:
-    """`measured` of the job's next steps, how many it has skipped, and how many targets counted."""
+    """`measured` of the job's next steps, with the number of skipped steps so far and of targets with loss."""
     batch, targets = next(bench.batches), 0
 
     def step() -> None:
         nonlocal batch, targets
         bench.state, metrics = bench.step(bench.state, batch)
         batch = next(bench.batches)  # while the step runs, as in the training loop
-        # Awaited here, not one step later: a CPU may run a step inside its dispatch, and times would belong to other steps.
+        # Blocks now, not one step later: a CPU may run a step inside its dispatch, which would shift times between steps.
         targets += int(jax.block_until_ready(metrics)["tokens"])
 
     return measured(step, steps) | {"skipped_steps": int(bench.state.skipped), "targets": targets}
@@ -171,11 +171,11 @@ def summary(facts: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]
     }
 
 
-# ---- two processes in turns
+# ---- two alternating processes
 
 
 def worker() -> None:
-    """Serves a config's facts, then for each number N the times of N steps."""
+    """Serves a config: answers it with its facts, then each number N with the measurements of N steps."""
 
     def begin(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str, Any]]]:
         bench = begun(config_lib.freeze(config))
@@ -185,9 +185,9 @@ def worker() -> None:
 
 
 def serve(begin: Callable[[Any], tuple[Any, Callable[[Any], Any]]]) -> None:
-    """The process behind a `Side`: answers the first line of JSON on stdin with the first of what `begin` gives for it, each
-    later one by the function that is the second. An answer is a line of JSON on what was stdout; whatever else is printed goes
-    to stderr."""
+    """Main loop of the process behind a `Side`. `begin(first request)` returns (first answer, function that answers later requests).
+    Requests are lines of JSON on stdin, answers lines of JSON on the original stdout; all other output goes to stderr. A ValueError
+    becomes the answer {"error": message}."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -204,11 +204,11 @@ def serve(begin: Callable[[Any], tuple[Any, Callable[[Any], Any]]]) -> None:
 
 
 class Side:
-    """A process that measures, seen from the one that takes turns between several: see `serve`."""
+    """A measuring process, controlled from the process that compares several; the other end is `serve`."""
 
     def __init__(self, name: str, arguments: list[str], first: Any):
         self._name = name
-        # A GPU's memory is for both; by default the first process would take most of it.
+        # The processes share a GPU's memory; by default the first would preallocate most of it.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
         self._process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
@@ -230,7 +230,7 @@ class Side:
         return answer
 
     def kill(self) -> None:
-        """Ends the process, and what waits for its answer with RuntimeError."""
+        """Kills the process; a pending `ask` raises RuntimeError."""
         self._process.kill()
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class Side:
 
 
 def ratios(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """Second to first of each round, their median and their spread."""
+    """Ratio of second to first in each round, with median, minimum and maximum."""
     each = [b / a for a, b in pairs]
     return {"median": statistics.median(each), "min": min(each), "max": max(each), "rounds": each}
 
@@ -253,7 +253,7 @@ def ours(cfg: Config) -> Start:
 
 
 def peer(where: str, cfg: Config) -> Start:
-    """Another trainer's step of the same shape; what both must have in common is the first side's."""
+    """Another trainer's step of the same shape; sizes, FLOPs and peak rate are taken from the first side."""
 
     def start(name: str, first: dict[str, Any]) -> Side:
         request = {"peer": where, "config": dataclasses.asdict(cfg), "vocab_size": first["vocab_size"]}
@@ -266,7 +266,7 @@ def peer(where: str, cfg: Config) -> Start:
 
 
 def compare(starts: dict[str, Start], steps: int, rounds: int) -> dict[str, Any]:
-    """Both sides' summaries, and the ratio of their step times, B to A."""
+    """Both sides' summaries, and the ratios B/A of their step times and CPU times."""
     sides: dict[str, Side] = {}
     try:
         for name, start_side in starts.items():
@@ -282,7 +282,7 @@ def compare(starts: dict[str, Start], steps: int, rounds: int) -> dict[str, Any]
     return {"a": a, "b": b, "ratio": ratios(wall), "cpu_ratio": ratios(cpu)}
 
 
-# ---- compilation against depth
+# ---- compile time by depth
 
 
 def with_layers(job: Job, layers: int) -> Job:
@@ -293,14 +293,14 @@ def with_layers(job: Job, layers: int) -> Job:
 
 
 def compile_times(job: Job, depths: list[int], rounds: int) -> dict[str, Any]:
-    """Seconds from trace to executable at these numbers of layers, in turns, and the ratio of the last to the first."""
+    """Seconds from trace to executable at each number of layers, alternating, and the ratio of the last to the first."""
     jobs = {n: with_layers(job, n) for n in depths}
     batch = next(training_batches(job))
 
     def compiled_in(job: Job) -> float:
         return compile_step(program(job), job, batch)[1]
 
-    compiled_in(jobs[depths[0]])  # what only the first compilation of a process pays
+    compiled_in(jobs[depths[0]])  # warm-up: the first compilation of a process takes longer
     wall: dict[int, list[float]] = {n: [] for n in depths}
     cpu: dict[int, list[float]] = {n: [] for n in depths}
     for _ in range(rounds):
@@ -321,7 +321,7 @@ def compile_times(job: Job, depths: list[int], rounds: int) -> dict[str, Any]:
 
 
 def plain_copy(state: TrainState, file: epath.Path) -> float:
-    """Seconds to bring the bytes of the state into one file on the disk, with nothing else: what the disk allows."""
+    """Seconds to write and fsync the bytes of the state as one file: the disk's limit."""
     arrays = [np.asarray(a) for a in jax.tree.leaves(state)]
     began = time.perf_counter()
     with open(file, "wb") as f:
@@ -335,8 +335,8 @@ def plain_copy(state: TrainState, file: epath.Path) -> float:
 
 
 def saving(bench: Bench, directory: epath.Path, steps: int, rounds: int) -> dict[str, Any]:
-    """How long a save holds the loop up, with `steps` steps from one to the next; how much slower these are while it is
-    written behind them; and the rate of writing, with nothing beside it, against a plain copy. The first round only warms up."""
+    """How long a save blocks the loop, with `steps` steps between saves; the slowdown of steps while it is written in the background;
+    and the write rate without concurrent steps, next to that of a plain copy. The first round is a warm-up."""
     directory.mkdir(parents=True)
     job = bench.job
     rows: dict[str, list[float]] = {name: [] for name in ("alone", "blocked", "behind", "written", "copied")}
@@ -378,7 +378,7 @@ def saving(bench: Bench, directory: epath.Path, steps: int, rounds: int) -> dict
     }
 
 
-# ---- what is printed
+# ---- output
 
 SAVING_ROWS = {
     "state": lambda s: f"{human(s['bytes'])}B",
@@ -480,7 +480,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Config]]:
-    """The arguments and the configs of one side or two, by the name that the table gives them."""
+    """(arguments, configs of one or two sides by their name in the table)."""
     own = [word for word in argv if word.startswith("--against.")]
     for word in own:
         if "=" not in word:
@@ -501,7 +501,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Config]]:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    jax.config.update("jax_enable_compilation_cache", False)  # a compilation that is read from disk takes no time
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached compilation would take no time
     if argv == ["--worker"]:
         worker()
         return 0

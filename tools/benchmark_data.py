@@ -4,8 +4,8 @@ same text alone, reading rows against slices of a bare memory map, and how long 
 python -m tools.benchmark_data --input corpus/ --tokenizer tokenizers/bpe
 python -m tools.benchmark_data --input corpus/ --tokenizer tokenizers/bpe --seq_len 2048 --rounds 5 --config configs/tiny.py
 
-The sides take turns; what counts is the ratio of each round, as others may use the machine. Preparing is timed from the start of
-the command to its end, start of its processes included. --json prints one object. Writes to a temporary directory only.
+The sides alternate; compare them by the ratio of each round, since other processes may use the CPU. Preparation is timed from the
+start of the command to its end, start of its processes included. --json prints one object. Writes to a temporary directory only.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from minitf.sharding.devices import make_mesh
 from minitf.sharding.mesh import MeshConfig, batch_sharding
 from tools.preparation import documents
 
-ROWS, BATCH = 4096, 32  # read in each round; in a batch
+ROWS, BATCH = 4096, 32  # rows read per round; rows of a batch
 
 
 def spread(values: list[float]) -> str:
@@ -43,14 +43,14 @@ def spread(values: list[float]) -> str:
 
 
 def texts_of(inputs: list[str]) -> list[bytes]:
-    """All documents' texts, in memory."""
+    """Texts of all documents, in memory."""
     spans = [span for path in documents.find_files(inputs) for span in documents.spans_of(path)]
     records = documents.read_records(spans, documents.Reading(), documents.Position())
     return [b"".join(itertools.chain(*(blocks for blocks, _ in record.parts()))) for record in records]
 
 
 def encoded(tokenizer: Any, texts: list[bytes]) -> float:
-    """Seconds to encode all texts and do nothing with the ids, on as many threads as there are cores."""
+    """Seconds to encode all texts, on as many threads as there are cores (Hugging Face's library; otherwise one)."""
     began = time.perf_counter()
     if isinstance(tokenizer, HuggingFaceTokenizer):
         for i in range(0, len(texts), 1000):
@@ -62,7 +62,7 @@ def encoded(tokenizer: Any, texts: list[bytes]) -> float:
 
 
 def prepared(inputs: list[str], tokenizer: str, directory: Path, *options: str) -> float:
-    """Seconds that the command takes."""
+    """Seconds that tools.prepare_data takes."""
     command = [sys.executable, "-m", "tools.prepare_data", "--input", *inputs, "--output", str(directory)]
     began = time.perf_counter()
     subprocess.run([*command, "--tokenizer", tokenizer, *options], check=True, capture_output=True)
@@ -88,7 +88,7 @@ def preparation(inputs: list[str], name: str, directory: Path, rounds: int) -> d
 
 
 def cpu_us(read: Callable[[int], Any], places: list[int]) -> float:
-    """CPU microseconds, of all threads, for each place."""
+    """CPU microseconds, in all threads, per call of `read`."""
     began = time.process_time()
     for place in places:
         read(place)
@@ -96,7 +96,7 @@ def cpu_us(read: Callable[[int], Any], places: list[int]) -> float:
 
 
 def reading(directory: Path, seq_len: int, rounds: int) -> dict[str, list[float]]:
-    """CPU microseconds a row of every way to read, by name."""
+    """Way to read -> CPU microseconds per row, in each round."""
     add_plan(directory, seq_len)
     cfg = datasets.DataConfig(kind="store", path=str(directory))
     store = datasets.load(cfg, None).train
@@ -133,7 +133,7 @@ def reading(directory: Path, seq_len: int, rounds: int) -> dict[str, list[float]
 
 
 def waiting(config: str, directory: Path, steps: int) -> list[float]:
-    """The share of each logged step's time that training waited for data; the first, with what starts, is left out."""
+    """Share of the time that training waited for data, at each logged step except the first, which includes the start-up."""
     command = [sys.executable, "-m", "minitf.train", "--config", config, "--workdir", str(directory / "run")]
     settings = dict(steps=steps, log_every=5, eval_every=None)
     subprocess.run(

@@ -4,9 +4,9 @@ python -m tools.show_batch --config configs/tiny.py
 python -m tools.show_batch --config configs/tiny.py --batch 100 --rows 2 --config.data.isolate_documents=True
 python -m tools.show_batch --config configs/tiny.py --split val
 
-In a terminal, documents that are isolated from one another alternate between two colours, what does not count as a target is
-dim, special tokens are inverted. Elsewhere (or with --color never): {2| begins the row's second document, <...> does not count
-as a target, [eos] is a special token. The first token of a row is never a target. Line ends are shown as \\n and a line end.
+In a terminal, isolated documents alternate between two colours, tokens that are not targets are dim, special tokens are inverted.
+Elsewhere (or with --color never), {2| begins the row's second document, <...> is not a target, [eos] is a special token. The first
+token of a row is never a target. A newline is shown as \\n and a newline.
 """
 
 import argparse
@@ -24,21 +24,21 @@ from minitf.data.tokenizer import Tokenizer
 from minitf.job import phases, prepare
 
 RESET, DIM, INVERSE = "\033[0m", "\033[2m", "\033[7m"
-COLOURS = ("\033[36m", "\033[33m")  # of documents in turn: cyan, yellow
+COLOURS = ("\033[36m", "\033[33m")  # cyan and yellow, for alternating documents
 
 
 def pieces(row: dict[str, np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
-    """(document's number in the row from 1, whether they count as targets, ids) of neighbours that are alike; no padding."""
+    """(document's number in the row from 1, whether its tokens are targets, ids) of each uniform run of tokens, without padding."""
     segments = row.get("segments", np.ones(len(row["inputs"]), int))
     counts = row["weights"] > 0
     held = np.flatnonzero(counts | (segments > 0 if "segments" in row else row["inputs"] > 0))
     if not len(held):
         return
     n = held[-1] + 1
-    # Position t predicts the token at t + 1; a document's first token is predicted by none.
+    # Position t predicts the token at t + 1; no position predicts a document's first token.
     predicted = np.r_[False, counts[: n - 1] & (segments[1:n] == segments[: n - 1])]
     ids, number = row["inputs"][:n], segments[:n]
-    if counts[n - 1]:  # the last target is no input
+    if counts[n - 1]:  # the last target is not among the inputs
         ids, number = np.r_[ids, row["targets"][n - 1]], np.r_[number, number[-1]]
         predicted = np.r_[predicted, True]
     keys = zip(number.tolist(), predicted.tolist(), ids.tolist(), strict=True)
@@ -47,7 +47,7 @@ def pieces(row: dict[str, np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]
 
 
 def text_of(ids: np.ndarray, tokenizer: Tokenizer | None, special: str) -> str:
-    """The ids as text; `special` shows a special token by its name."""
+    """The ids as text, without a tokenizer as numbers. `special`: format string for the role of a special token."""
     if tokenizer is None:
         return " ".join(map(str, ids.tolist())) + " "
     names = {i: name for name, i in tokenizer.specials.items()}
@@ -62,7 +62,7 @@ def text_of(ids: np.ndarray, tokenizer: Tokenizer | None, special: str) -> str:
 
 
 def rendered(row: dict[str, np.ndarray], tokenizer: Tokenizer | None, colour: bool) -> str:
-    """A row as text with its marks."""
+    """A row as text, marked as the module's docstring describes."""
     out, last = [], 1
     for segment, counted, ids in pieces(row):
         text = text_of(ids, tokenizer, f"{INVERSE}{{}}\033[27m" if colour else "[{}]")

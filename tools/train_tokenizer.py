@@ -2,9 +2,9 @@
 
 python -m tools.train_tokenizer --input corpus/ more.jsonl.zst --output tokenizers/bpe --vocab_size 4096
 
-About 1 MB of text a second, in memory that grows with the number of different words, so some 100 MB (--max_bytes) of mixed text
-are plenty. The same inputs give the same file, byte for byte. DIR gets tokenizer.json and tokenizer_config.json, as Hugging
-Face's libraries read them: `--tokenizer DIR` of tools.prepare_data, data.tokenizer=DIR of training.
+Reads about 1 MB of text per second. Memory grows with the number of distinct words: 100 MB (--max_bytes) of mixed text are plenty.
+The same inputs give the same file, byte for byte. Writes tokenizer.json and tokenizer_config.json to DIR in Hugging Face's format:
+use `--tokenizer DIR` with tools.prepare_data, data.tokenizer=DIR in training.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from minitf.paths import given, write_whole
 from tools.preparation import documents
 
 SPECIALS = [SPELLINGS[role][0] for role in ("eos", "turn_start", "turn_end")]
-SAMPLE = 4 << 20  # bytes of text on which the result is measured
+SAMPLE = 4 << 20  # bytes of text on which the compression is measured
 
 
 def read_texts(paths: list[str], text_key: str, max_bytes: int | None) -> Iterator[bytes]:
-    """The documents' texts, long ones in pieces, up to so many bytes. Raises ValueError naming a record that is none."""
+    """The documents' texts, long ones in pieces, at most max_bytes in all. Raises ValueError naming a bad record."""
     from tqdm import tqdm
 
     left = max_bytes
@@ -42,7 +42,7 @@ def read_texts(paths: list[str], text_key: str, max_bytes: int | None) -> Iterat
             except ValueError as e:
                 raise ValueError(f"{record.where()}: {e}") from None
             for blocks, _ in parts:
-                # Where a long text is cut decides over one word in many thousands.
+                # Any cut will do: it affects one word in many thousands.
                 for piece in long_texts.pieces(blocks, lambda before, behind: True):
                     text = piece if left is None else piece[:left]
                     left = None if left is None else left - len(text)
@@ -61,7 +61,7 @@ def train(
     max_bytes: int | None = None,
     specials: list[str] | None = None,
 ) -> str:
-    """Writes a tokenizer into output; a summary. Raises ValueError where a user must act."""
+    """Writes a tokenizer to `output`; returns a summary. Raises ValueError for user errors."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
@@ -87,7 +87,7 @@ def train(
             if sampled < SAMPLE:
                 sample.append(text)
                 sampled += len(text)
-            yield text.decode(errors="ignore")  # max_bytes may end inside a letter
+            yield text.decode(errors="ignore")  # max_bytes may split a character
 
     first = list(itertools.islice(source := texts(), 1))
     if not first:
@@ -100,7 +100,7 @@ def train(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # else a byte that is not in these texts would be lost in others
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # else bytes absent from these texts could not be encoded
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(itertools.chain(first, source), trainer)

@@ -118,7 +118,7 @@ class Signatures:
 
 def nearly_repeated(signatures: Signatures, among: np.ndarray, threshold: float) -> np.ndarray:
     """Those of the documents `among` (ascending) that are near duplicates of an earlier one: documents with an equal band of their
-    signatures are compared, and pairs equal in a share `threshold` of the signature are connected; the first of each component stays."""
+    signatures are compared, pairs equal in a share `threshold` of the signature are connected; the first of a component stays."""
     from datasketch import MinHashLSH
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
