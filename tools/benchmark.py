@@ -10,9 +10,9 @@ python -m tools.benchmark --config configs/tiny.py --saves runs/saves --steps 50
 
 `--config.NAME=VALUE` changes a setting of both sides, `--against.NAME=VALUE` of the second alone; --json prints one object.
 The sides of a comparison alternate, A B A B, each in its own long-lived process: both meet the same disturbances, but not each
-other's compilations, caches and freed memory. Compare them by the ratio of each round; its spread should be well below its
-difference from 1: if other processes use the machine, raise --rounds before --steps. Both processes must be able to share the
-device (CPU, GPU). configs/tiny.py takes half a minute on two CPU cores, compared with itself a minute and a half.
+other's compilations, caches and freed memory. Compare them by the ratio of each round, whose spread over rounds should be small: if
+other processes use the machine, raise --rounds before --steps. Both processes must be able to share the device (CPU, GPU).
+configs/tiny.py takes half a minute on two CPU cores, compared with itself a minute and a half.
 Only --saves writes files, and it removes them.
 """
 

@@ -2,10 +2,9 @@
 
 python -m tools.benchmark_generate --workdir runs/smollm2 --against DIR --batch_sizes 1,8
 
-DIR is the Hugging Face folder that the run was imported from; without it minitf is measured alone. Greedy, float32 on both sides,
-random prompts, the same number of tokens whatever they are; tokens/s count from the prompts to the last token. The time of one
-token (after the prompts) is compared with that of one `jnp.sum` over the same weights in the same process: less is not possible,
-as each token reads each weight.
+DIR is the Hugging Face folder that the run was imported from; without it, minitf is measured alone. Both sides decode greedily in
+float32 from random prompts, always the full number of tokens; tokens/s include the prefill. The time per token after the prefill is
+compared with that of one `jnp.sum` over the same weights in the same process, a lower bound, since each token reads each weight.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from minitf.sharding.mesh import MeshConfig
 from minitf.workdir import load_model
 from tools.benchmark import Side, ratios, serve
 
-Measure = Callable[[dict[str, int]], dict[str, float]]  # of batch_size, prompt, new_tokens: seconds
+Measure = Callable[[dict[str, int]], dict[str, float]]  # {batch_size, prompt, new_tokens} -> seconds by name
 
 
 def prompts_of(request: dict[str, int], vocab_size: int) -> np.ndarray:
@@ -37,7 +36,7 @@ def prompts_of(request: dict[str, int], vocab_size: int) -> np.ndarray:
 
 
 def decoding(params: Any, cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Measure:
-    """Decodes greedily from a model on a mesh."""
+    """A function that times greedy decoding from a model on a mesh."""
     params, cfg = prepared(params, cfg, mesh)
     sampler, total = Sampler(cfg, mesh), jax.jit(lambda params: sum(map(jnp.sum, jax.tree.leaves(params))))
 
@@ -103,7 +102,7 @@ def worker() -> None:
 
 
 def compare(sources: dict[str, str], batch_sizes: list[int], prompt: int, new: int, rounds: int) -> dict[str, Any]:
-    """For each batch size each side's tokens/s (median), and the ratios."""
+    """By batch size, each side's median tokens/s, and the ratios of times."""
     sides: dict[str, Side] = {}
     try:
         for name, source in sources.items():

@@ -2,10 +2,10 @@
 
 python -m tools.chaos --workdir runs/chaos --kills 100 -- --config configs/tiny.py --config.steps=400 --config.checkpoint.every=5
 
-After `--` stands what `python -m minitf.train` gets. DIR/undisturbed and DIR/disturbed keep the two runs. A moment is a phase
-(start-up, restore or initial state, compilation, steps, evaluation, save), drawn at random, and a random time after it began;
-SIGKILL then ends the process at once. Restarts are the same command; nobody helps. Exit status: 0 where every batch, every loss
-and all final parameters are equal to the last bit, 1 otherwise.
+Arguments after `--` are passed to `python -m minitf.train`. The two runs are in DIR/undisturbed and DIR/disturbed. A kill is a
+SIGKILL at a random time after the start of a random phase (start-up, restore or initial state, compilation, steps, evaluation,
+save). Restarts use the same command, without intervention. Exit status: 0 if every batch, every loss and all final parameters are
+equal to the last bit, 1 otherwise.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from tools import compare_runs
 
 STANDING = ("start", "restore", "compile")  # phases in which a run makes no progress
 MOVING = ("steps", "evaluation", "save")
-NAMES = {"init": "restore"}  # the initial state is made where there is nothing to restore
-LONGEST = 2.0  # seconds after the beginning of a phase in which the kill comes
+NAMES = {"init": "restore"}  # event -> phase: initialisation takes the place of a restore
+LONGEST = 2.0  # seconds after the start of a phase within which a kill comes
 
 
 def launch(workdir: epath.Path, args: list[str]) -> subprocess.Popen:
-    """The real command, in a session of its own."""
+    """Starts `minitf.train` in its own session; appends its output to a log beside the work directory."""
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir.parent / f"{workdir.name}.log", "a") as log:
         command = [sys.executable, "-m", "minitf.train", "--workdir", str(workdir), *args]
@@ -39,7 +39,7 @@ def launch(workdir: epath.Path, args: list[str]) -> subprocess.Popen:
 
 
 def begins(event: dict[str, Any]) -> str | None:
-    """The phase that an event begins. A record of steps stands for more steps to come."""
+    """The phase that an event begins, or None. A record of steps counts as the start of further steps."""
     name = NAMES.get(event["event"], event["event"])
     if name == "steps":
         return name
@@ -47,7 +47,7 @@ def begins(event: dict[str, Any]) -> str | None:
 
 
 def wait_for(process: subprocess.Popen, workdir: epath.Path, seen: int, phase: str, occurrence: int) -> bool:
-    """Until the phase has begun for the n-th time in events after the first `seen`; False where the process ended before."""
+    """Waits for the `occurrence`-th start of the phase in events after the first `seen`; False if the process ended before."""
     if phase == "start":
         return True
     while process.poll() is None:
@@ -59,19 +59,19 @@ def wait_for(process: subprocess.Popen, workdir: epath.Path, seen: int, phase: s
 
 
 def progress(workdir: epath.Path) -> int:
-    """The newest saved step."""
+    """The newest saved step; 0 if there is none."""
     saved = [e["step"] for e in json_lines(workdir / "events.jsonl") if e["event"] == "save" and e["state"] == "end"]
     return max(saved, default=0)
 
 
 def torment(workdir: epath.Path, args: list[str], kills: int, steps: int, rng: random.Random) -> Counter:
-    """Runs the command until it has ended by itself, killing it `kills` times on the way; phases of the kills by number.
-    Raises RuntimeError where it fails by itself or ends before all kills."""
+    """Runs and restarts the command until it ends by itself, killing it `kills` times; returns the number of kills per phase. Raises
+    RuntimeError if it fails by itself or ends before all kills."""
     done: Counter = Counter()
     while True:
         process = launch(workdir, args)
         if done.total() < kills:
-            # Ahead of its time: kill it where it makes no progress, so that the kills last until the end.
+            # If it is ahead of schedule, kill it in a phase without progress, so that the kills are spread over the run.
             ahead = progress(workdir) >= steps * (done.total() + 1) / (kills + 2)
             phase = rng.choice(STANDING if ahead else MOVING)
             seen = len(json_lines(workdir / "events.jsonl"))

@@ -2,9 +2,9 @@
 
 python -m tools.compare_runs runs/a runs/b
 
-Every step's batch is compared by its checksum, every logged step's losses to the last bit, parameters where both runs saved
-them, all as the runs recorded them in events.jsonl and metrics.jsonl; no device is used. Exit status: 0 equal, 1 different, 2
-where a directory is no run.
+Compares the checksum of every step's batch, the losses of every logged step to the last bit, and the checksum of parameters at
+steps that both runs saved, all from events.jsonl and metrics.jsonl; uses no device. Exit status: 0 equal, 1 different, 2 if a
+directory is not a run.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from minitf.workdir import resolve, stored_config
 
 
 class Record(NamedTuple):
-    """What a run left of each step; of a step that was done twice, the last time."""
+    """What a run recorded, by step; a repeated step has its last record."""
 
     config: dict[str, Any]
     batches: dict[int, str]
@@ -32,7 +32,7 @@ class Record(NamedTuple):
 
 
 def read(workdir: epath.Path) -> Record:
-    """Raises ValueError where the directory is no run."""
+    """The record of a run. Raises ValueError if the directory is not a run."""
     stored = stored_config(workdir)
     if stored is None:
         raise ValueError(f"{workdir}: no config.json, so no run")
@@ -49,12 +49,12 @@ def read(workdir: epath.Path) -> Record:
 
 
 def first_difference(a: dict[int, Any], b: dict[int, Any]) -> int | None:
-    """The first step that both have and that differs."""
+    """The first step that both have with different values; None: none."""
     return next((step for step in sorted(a.keys() & b.keys()) if a[step] != b[step]), None)
 
 
 def compare(a: Record, b: Record) -> tuple[list[str], bool]:
-    """(what to print, whether both recorded the same steps' batches and all that both recorded is equal)."""
+    """(lines to print, whether the runs share steps with batches and are equal in all that both recorded)."""
     lines = [
         f"config {name}: {a.config[name]} | {b.config[name]}" for name in a.config if a.config[name] != b.config[name]
     ]

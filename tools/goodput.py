@@ -2,8 +2,8 @@
 
 python -m tools.goodput runs/tiny [--json]
 
-Useful are the steps that the newest state stands on; a step that was done again after a kill counts as lost the first time.
-Time from a process's last event to the next process's start is "not running": it holds what a killed process did unrecorded.
+Useful steps are those that led to the newest state; a step that was repeated after a kill counts as lost the first time. Time from
+a process's last event to the start of the next process is "not running", which includes unrecorded work of a killed process.
 """
 
 import argparse
@@ -40,7 +40,7 @@ BLOCKS = {
 
 
 def attempts(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The events of each process."""
+    """The events of each process, in order."""
     out: list[list[dict[str, Any]]] = []
     for event in events:
         if event["event"] == "start":
@@ -51,7 +51,7 @@ def attempts(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def spent(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by KINDS. Raises ValueError where there is no start."""
+    """Seconds by KINDS. Raises ValueError if the events record no start."""
     processes = attempts(events)
     if not processes:
         raise ValueError("events.jsonl records no start")
@@ -64,7 +64,7 @@ def spent(events: list[dict[str, Any]]) -> dict[str, float]:
         ended = process[-1]["time"]
         here = dict.fromkeys(KINDS, 0.0)
         here["starting"] = process[0]["process_age"]
-        # Where later processes went on: what this one did after it is lost.
+        # Steps from which later processes resumed: this process's work after the first of them is lost.
         went_on = [
             e["step"] for p in processes[i + 1 :] for e in p if e["event"] in ("init", "restore") and "seconds" in e
         ]

@@ -1,7 +1,7 @@
-"""Other trainers' step on the CPU (eager PyTorch) as a side of tools.benchmark: see its --peer.
+"""Train steps of other projects on the CPU (eager PyTorch), as a side of tools.benchmark: see its --peer.
 
-nanoGPT from a local checkout, or the model that Hugging Face's transformers has for a config of ours. Same shape, batch and
-optimizer; random ids, as the numbers do not change the time.
+nanoGPT from a local checkout, or the equivalent model of Hugging Face's transformers. Same shape, batch and optimizer; random ids,
+since their values do not affect the time.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Peer(NamedTuple):
 
 
 def gpt_config(cfg: Config, vocab_size: int) -> dict[str, Any]:
-    """nanoGPT's GPTConfig of a config of ours. Raises ValueError where it has no such model."""
+    """Arguments of nanoGPT's GPTConfig for a config. Raises ValueError if nanoGPT cannot express the model."""
     m, a = cfg.model, cfg.model.attention
     wanted = {
         "model.norm": (m.norm, ("layer_norm", "layer_norm_no_bias")),
@@ -52,7 +52,7 @@ def gpt_config(cfg: Config, vocab_size: int) -> dict[str, Any]:
 
 
 def check_checkout(where: str) -> None:
-    """Raises ValueError where no nanoGPT can be run from there."""
+    """Raises ValueError if the directory is no checkout of nanoGPT, or PyTorch is missing."""
     if not (given(where, "--peer") / "model.py").is_file():
         raise ValueError(f"--peer {where}: no checkout of nanoGPT: it has no model.py")
     check_torch()
@@ -74,7 +74,7 @@ def nanogpt(where: str, cfg: Config, vocab_size: int) -> Peer:
 
 
 def transformers(where: str, cfg: Config, vocab_size: int) -> Peer:
-    """Raises ValueError where no family that minitf.huggingface knows is this model."""
+    """The equivalent model of transformers. Raises ValueError if no family of minitf.huggingface expresses it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -113,7 +113,7 @@ def begin(request: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict
             torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss.item()  # as a loop logs it
+        loss.item()  # waits for the step, as a logging loop does
 
     def run(steps: int) -> dict[str, Any]:
         return measured(step, steps) | {"skipped_steps": 0, "targets": steps * cfg.batch_size * cfg.seq_len}

@@ -2,9 +2,9 @@
 
 python -m tools.profile_summary runs/tiny [--top N] [--json]
 
-DIR is a work directory (its newest profile is taken), a profile's own directory, or a *.xplane.pb file. An operation takes the
-time from its beginning to its end, loops and calls without what runs inside them; of operations that run at once each counts.
-Transfers that a TPU does beside its operations are left out.
+DIR is a work directory (its newest profile is used), a profile's own directory, or a *.xplane.pb file. The time of an operation is
+from its start to its end; loops and calls exclude the operations inside them; concurrent operations all count in full. A TPU's
+transfers concurrent with its operations are left out.
 """
 
 import argparse
@@ -24,19 +24,19 @@ from jax.profiler import ProfileData
 from minitf import command_line
 from minitf.paths import given
 
-# ---- the compiled programs, which a profile holds as HLO
+# ---- compiled programs, stored in a profile as HLO
 
 
 class Instruction(NamedTuple):
-    kind: str  # its opcode; of a fusion with its costliest part, of a call out of XLA with what it calls
-    source: str = ""  # JAX's name of what it was made from
+    kind: str  # its opcode; for a fusion with its costliest part, for a custom call with its target
+    source: str = ""  # JAX's name of the operation it was compiled from
 
 
-Message = dict[int, list[Any]]  # field number -> integers or bytes, as a protocol buffer's encoding knows no more
+Message = dict[int, list[Any]]  # field number -> integers or bytes: a protocol buffer's wire format has no other types
 
 
 def varint(encoded: memoryview, i: int) -> tuple[int, int]:
-    """(the integer that begins at byte i, where it ends)"""
+    """(the variable-length integer that begins at byte i, position after it)"""
     value = shift = 0
     while True:
         value, shift, more = value | (encoded[i] & 127) << shift, shift + 7, encoded[i] & 128
@@ -64,7 +64,7 @@ def text(message: Message, number: int) -> str:
 
 
 def integers(message: Message, number: int) -> list[int]:
-    """A repeated field of integers, each by itself or all in one piece."""
+    """A repeated field of integers, packed or not."""
     found = []
     for value in message[number]:
         if isinstance(value, int):
@@ -81,7 +81,7 @@ COSTLY = ("convolution", "dot", "custom-call", "sort", "scatter", "gather", "red
 
 
 def of_module(encoded: memoryview) -> dict[str, Instruction]:
-    """The instructions of a HloProto by name; field numbers are those of xla/service/hlo.proto."""
+    """Name -> instruction of a serialized HloProto; field numbers are those of xla/service/hlo.proto."""
     computations = {c[5][0]: [decode(i) for i in c[2]] for c in map(decode, decode(decode(encoded)[1][0])[3])}
 
     def one(instruction: Message) -> Instruction:
@@ -98,12 +98,12 @@ def of_module(encoded: memoryview) -> dict[str, Instruction]:
 
 Instructions = Callable[
     [], dict[str, Instruction]
-]  # read when they are asked for: most programs of a process do not run again
-Programs = dict[str, dict[int, Instructions]]  # module's name -> program's id
+]  # decoded on demand: most of a process's programs do not run during a profile
+Programs = dict[str, dict[int, Instructions]]  # module's name -> program's id -> its instructions
 
 
 def instructions(xspace: bytes) -> Programs:
-    """Of all programs; field numbers are those of tsl/profiler/protobuf/xplane.proto."""
+    """Instructions of all programs in an XSpace; field numbers are those of tsl/profiler/protobuf/xplane.proto."""
     found: Programs = defaultdict(dict)
     for plane in map(decode, decode(memoryview(xspace))[1]):
         for entry in plane[4] if text(plane, 2) == "/host:metadata" else []:
@@ -115,7 +115,7 @@ def instructions(xspace: bytes) -> Programs:
 
 
 def named(module: str) -> tuple[str, int]:
-    """(name, program's id) of `jit_step(7)`."""
+    """(name, program id) of a module such as `jit_step(7)`; id 0 if there is none."""
     name, program = re.fullmatch(r"(.*?)(?:\((\d+)\))?", module).groups()
     return name, int(program or 0)
 
@@ -133,25 +133,25 @@ class Ran(NamedTuple):
 
 class Device(NamedTuple):
     ran: list[Ran]
-    programs: list[tuple[float, float]]  # when each began and ended; [] where the profile does not tell
+    programs: list[tuple[float, float]]  # (begin, end) of each run of a program; [] if the profile has none
 
 
 def look_up(programs: Programs, module: str, program: int, name: str, stats: dict[str, Any]) -> Instruction:
-    # A program out of the compilation cache may run under the id that it was compiled with.
+    # A program from the compilation cache may run under the id that it was compiled with.
     same_name = programs.get(module, {})
     first = [same_name[program]] if program in same_name else []
     known = next((found[name] for p in (*first, *same_name.values()) if name in (found := p())), None)
-    if known is None:  # the profile was made without HLO, or this is no instruction of XLA's
+    if known is None:  # the profile has no HLO, or this is not an XLA instruction
         known = Instruction(stats.get("hlo_category") or re.sub(r"[.\d]+$", "", name))
     return known._replace(source=known.source or stats.get("tf_op", ""))
 
 
 def cpu_devices(plane: Any, programs: Programs) -> list[Device]:
-    """XLA's threads serve all devices of a process. What runs on has returned to its thread, and a later event tells its end."""
+    """Devices of a CPU process, whose threads they share. Asynchronous operations return at once; an "end: " event has their end."""
     ends, found = {}, defaultdict(list)
     for line in plane.lines:
         for event in line.events:
-            if event.name.startswith("ThreadpoolListener"):  # most of them
+            if event.name.startswith("ThreadpoolListener"):  # most events: skip them early
                 continue
             stats = dict(event.stats)
             if event.name.startswith("end: "):
@@ -172,14 +172,14 @@ def cpu_devices(plane: Any, programs: Programs) -> list[Device]:
 
 
 def device(plane: Any, programs: Programs) -> Device:
-    """A GPU's streams, or a TPU's line of operations beside that of programs."""
+    """A GPU, from the events of its streams, or a TPU, from its lines of operations and programs."""
     lines = {line.name: [(e.start_ns, e.start_ns + e.duration_ns, e) for e in line.events] for line in plane.lines}
     modules = sorted((begin, end, event.name) for begin, end, event in lines.get("XLA Modules", []))
     events = lines.get("XLA Ops") or [e for name, found in lines.items() if name.startswith("Stream") for e in found]
     ran = []
     for begin, end, event in events:
         stats = dict(event.stats)
-        i = bisect.bisect_right(modules, (begin, math.inf)) - 1  # a TPU's operation lies in a program's time
+        i = bisect.bisect_right(modules, (begin, math.inf)) - 1  # a TPU's operation runs within a program
         module, program = named(modules[i][2]) if i >= 0 else (stats.get("hlo_module", ""), stats.get("program_id", 0))
         name = stats.get("hlo_op") or re.match(r"%?([^ =]*)", event.name)[1]
         ran.append(Ran(begin, end, module, name, look_up(programs, module, program, name, stats)))
@@ -187,7 +187,7 @@ def device(plane: Any, programs: Programs) -> Device:
 
 
 def read(path: Path) -> tuple[list[Device], int]:
-    """(the devices of one host, the steps that it annotated)"""
+    """(devices of one process's profile that ran anything, number of annotated steps)"""
     data = path.read_bytes()
     programs, devices, steps = instructions(data), [], set()
     for plane in ProfileData.from_serialized_xspace(data).planes:
@@ -199,13 +199,13 @@ def read(path: Path) -> tuple[list[Device], int]:
     return [d for d in devices if d.ran], len(steps)
 
 
-# ---- summed up
+# ---- the summary
 
-AROUND = ("while", "conditional", "call")  # they last as long as what runs inside them
+AROUND = ("while", "conditional", "call")  # instructions that contain others
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union."""
+    """Length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(end - max(begin, reached), 0.0)
@@ -214,7 +214,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def own_times(ran: list[Ran]) -> list[tuple[Ran, float]]:
-    """Each with its nanoseconds, without those in which something ran inside it."""
+    """(operation, its nanoseconds without those of operations inside it)."""
     ran = sorted(ran, key=lambda r: (r.begin, -r.end))
     inside, around = defaultdict(list), []
     for i, r in enumerate(ran):
@@ -227,7 +227,7 @@ def own_times(ran: list[Ran]) -> list[tuple[Ran, float]]:
 
 
 def summary(files: list[Path]) -> dict[str, Any]:
-    """Raises ValueError where nothing ran."""
+    """Times by operation and by kind, over all files of a profile. Raises ValueError if no operation ran."""
     hosts = [read(path) for path in files]
     devices = [d for found, _ in hosts for d in found]
     if not devices:
@@ -260,17 +260,17 @@ def summary(files: list[Path]) -> dict[str, Any]:
         "profile": str(files[0].parent),
         "hosts": len(files),
         "devices": len(devices),
-        "steps": max(steps for _, steps in hosts),  # that a host began
-        "seconds": whole * 1e-9 / len(devices),  # from a device's first operation to its last
-        "idle": 1 - busy / whole,  # share of these in which it did nothing
-        "between_programs": None if between is None else between / whole,  # of these, no program was under way
+        "steps": max(steps for _, steps in hosts),  # annotated
+        "seconds": whole * 1e-9 / len(devices),  # from a device's first operation to its last, mean over devices
+        "idle": 1 - busy / whole,  # share of these seconds without an operation
+        "between_programs": None if between is None else between / whole,  # share without a running program
         "kinds": ordered(kinds.values()),
         "operations": ordered(operations.values()),
     }
 
 
 def find(place: Path) -> list[Path]:
-    """The files of a profile, one a host. Raises ValueError where there is none."""
+    """The files of a profile, one per host. Raises ValueError if there are none."""
     if place.is_file():
         return [place]
     times = sorted(p for p in (place / "plugins/profile").glob("*") if any(p.glob("*.xplane.pb")))
@@ -281,7 +281,7 @@ def find(place: Path) -> list[Path]:
 
 
 def table(found: dict[str, Any], top: int) -> str:
-    """The lines of the summary."""
+    """The summary as text, with `top` rows per table."""
     steps, devices = found["steps"], found["devices"]
     parts = (steps or 1) * devices
     lines = [
