@@ -36,6 +36,6 @@ def get_config():
     c.optimizer.weight_decay = 0.1
     c.optimizer.decay_embeddings = True
     c.optimizer.clip_norm = 1.0
-    c.mesh.data = -1  # rows over all devices, whole parameters: too small to shard
+    c.mesh.data = -1  # rows sharded over all devices, parameters replicated: too small to shard
     c.mesh.fsdp = 1
     return c

@@ -2,8 +2,8 @@
 
 python -m minitf.train --config configs/gpt2_124m.py --config.data.path=DIR
 
-DIR holds train.bin and val.bin: GPT-2 token ids as raw uint16. For accelerators: bfloat16 products, and memory for the
-microbatch of 12 rows a device of eight; nanoGPT reports a validation loss of 2.85 on OpenWebText after 600,000 steps.
+DIR holds train.bin and val.bin: GPT-2 token ids as raw uint16. For eight accelerators with bfloat16 and memory for a microbatch of
+12 rows each; nanoGPT reports a validation loss of 2.85 on OpenWebText after 600,000 steps.
 `--config configs/gpt2_124m.py:original` is GPT-2's own shape, V=50257 with biases: 124,439,808 parameters.
 """
 

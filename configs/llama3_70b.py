@@ -3,7 +3,7 @@
 python -m minitf.train --config configs/llama3_70b.py --config.data.path=DIR
 
 DIR holds train.bin and val.bin: Llama 3 token ids as raw uint32. About 850 GB of parameters and optimizer state, sharded over all
-devices by default. Not yet run at this size; what it needs on devices that are not here says
+devices by default. Not yet run at this size. To see what it needs on devices that you do not have:
 python -m minitf.plan --config configs/llama3_70b.py --topology v5p:8x8x8
 """
 

@@ -3,7 +3,7 @@
 python -m minitf.train --config configs/llama3_8b.py --config.data.path=DIR
 
 DIR holds train.bin and val.bin: Llama 3 token ids as raw uint32. About 96 GB of parameters and optimizer state, sharded over
-all devices by default; add --config.mesh.tensor=8 to split heads and MLP inside a host too. Not yet run at this size.
+all devices by default; add --config.mesh.tensor=8 to also shard heads and MLP within a host. Not yet run at this size.
 """
 
 from minitf import config

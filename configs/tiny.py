@@ -14,10 +14,10 @@ def get_config():
     c.log_every = 10
     c.eval_every = 50
     c.eval_batches = 16
-    c.checkpoint.every = 40  # less than half a minute; a kill loses no more
+    c.checkpoint.every = 40  # less than half a minute: the most that a kill loses
     c.data.kind = "stdlib"
     c.data.tokenizer = "bytes"
-    c.model.vocab_size = 320  # 259 ids, and a multiple of 64 for every mesh
+    c.model.vocab_size = 320  # at least 259 ids, and a multiple of 64 so that every mesh divides it
     c.model.dim = 192
     c.model.num_layers = 4
     c.model.norm = "rms_norm"

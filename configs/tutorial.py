@@ -1,4 +1,4 @@
-"""The tutorial's own check: 103,744 parameters, the counting task, plain SGD at 1e-3; seconds on one CPU.
+"""The tutorial's check: 103,744 parameters, the counting task, plain SGD at 1e-3; seconds on one CPU.
 
 python -m minitf.train --config configs/tutorial.py
 

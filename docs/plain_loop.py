@@ -1,6 +1,6 @@
-"""The tutorial's task, trained with the core alone: no files, no services. python docs/plain_loop.py
+"""The tutorial's task, trained with minitf's core alone: no files, no services. python docs/plain_loop.py
 
-The losses are those of `minitf.train` with configs/tutorial.py, to the last bit."""
+The losses equal those of `minitf.train` with configs/tutorial.py to the last bit."""
 
 import functools
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def train(steps: int = 1000):
     update = OptimizerConfig("sgd", learning_rate=1e-3, schedule="constant", weight_decay=0.0, clip_norm=None)
     specs, schedule = model_params(task.model), make_schedule(update, steps)
     tx = make_optimizer(update, specs, schedule)
-    inputs = np.arange(2 * 16, dtype=np.int32).reshape(2, 16)  # the next token is this one plus one
+    inputs = np.arange(2 * 16, dtype=np.int32).reshape(2, 16)  # each target is its input plus one
     batch = {"inputs": inputs, "targets": (inputs + 1) % 32, "weights": np.ones((2, 16), np.float32)}
     with surroundings(mesh, task.model.dtype):
         state = jax.jit(functools.partial(init_state, specs=specs, tx=tx))(jax.random.key(task.seed))

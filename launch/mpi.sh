@@ -4,10 +4,10 @@
 #   launch/mpi.sh 4 --config configs/tiny.py
 #   HOSTFILE=hosts PORT=8476 launch/mpi.sh 16 --config configs/llama3_8b.py --workdir /shared/runs/llama
 #
-# Edit:    HOSTFILE (lines like `node1 slots=8`; this host first, as process 0 listens here), PORT (free here), PYTHON. Several
-#          processes on a host share its GPUs evenly. The work directory must be on a file system that all hosts share.
+# Edit:    HOSTFILE (lines like `node1 slots=8`; this host first, since process 0 listens here), PORT (free on this host), PYTHON.
+#          Processes on a host share its GPUs evenly. The work directory must be on a file system that all hosts share.
 # Watch:   the terminal; tensorboard --logdir /shared/runs
-# Resume:  the same command, with as many processes or others.
+# Resume:  the same command, with any number of processes.
 set -euo pipefail
 
 if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ ]]; then

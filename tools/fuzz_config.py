@@ -2,8 +2,8 @@
 
 python -m tools.fuzz_config --count 10000 --seed 0
 
-A config must end in one of two ways: its mesh, parameters, optimizer and abstract state are built, or one message names a setting.
-Prints how many ended how, the slowest, and each that ended otherwise or took longer than 2 s; status 1 where there is one.
+A config must have one of two outcomes: its mesh, parameters, optimizer and abstract state are built, or one message names a setting.
+Prints the number of each outcome, the slowest time, and each config that ended otherwise or took over 2 s; then the status is 1.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from minitf.settings import Field
 
 LONGEST = 2.0  # seconds that a config may take
 
-# Small, so that what is drawn decides whether it works.
+# A small valid config, so that only the drawn values can break it.
 BASE = config.freeze(
     {
         "steps": 3,
@@ -38,7 +38,7 @@ BASE = config.freeze(
 
 
 def bounds(field: Field) -> tuple[list[Any], list[Any]]:
-    """(numbers at the declared limits and inside of them, numbers outside)."""
+    """(numbers within the declared limits, the limits included; numbers outside)."""
     s = checks.with_type_limits(field.setting, field.kind)
     whole = int in (typing.get_args(field.kind) or (field.kind,))
     if whole:
@@ -61,7 +61,7 @@ def bounds(field: Field) -> tuple[list[Any], list[Any]]:
 
 
 def values(field: Field) -> tuple[list[Any], list[Any]]:
-    """(values that the declaration allows, values of the right type that it does not)."""
+    """(values that the declaration allows, invalid values of the right type)."""
     s, kind = field.setting, field.kind
     allowed: list[Any] = [None] if field.optional else []
     allowed += list(s.also)
@@ -94,18 +94,18 @@ def values(field: Field) -> tuple[list[Any], list[Any]]:
 
 
 class Drawn(NamedTuple):
-    changes: dict[str, Any]  # by dotted name
+    changes: dict[str, Any]  # dotted name -> value
     cfg: Config
 
 
 def replace(cfg: Any, name: str, value: Any) -> Any:
-    """The config with another value of a setting."""
+    """The config with one setting, given by its dotted name, replaced."""
     head, _, rest = name.partition(".")
     return dataclasses.replace(cfg, **{head: replace(getattr(cfg, head), rest, value) if rest else value})
 
 
 def draw(rng: random.Random) -> Drawn:
-    """Some settings of one or two sections, most of them with an allowed value."""
+    """BASE with random values of some settings from one or two sections; most values are valid."""
     by_section: dict[str, list[Field]] = collections.defaultdict(list)
     for field in settings.fields(Config):
         by_section[field.name.rpartition(".")[0]].append(field)
@@ -125,7 +125,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(cfg: Config) -> Outcome:
-    """What becomes of a config."""
+    """Validates and builds a config, and classifies the result."""
     begun = time.perf_counter()
     taken = lambda: time.perf_counter() - begun
     try:

@@ -64,7 +64,7 @@ def spent(events: list[dict[str, Any]]) -> dict[str, float]:
         ended = process[-1]["time"]
         here = dict.fromkeys(KINDS, 0.0)
         here["starting"] = process[0]["process_age"]
-        # Steps from which later processes resumed: this process's work after the first of them is lost.
+        # Steps from which later processes resumed: this process's work after the lowest of them is lost.
         went_on = [
             e["step"] for p in processes[i + 1 :] for e in p if e["event"] in ("init", "restore") and "seconds" in e
         ]

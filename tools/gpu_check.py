@@ -3,12 +3,12 @@
 python -m tools.gpu_check --output gpu_check.json
 python -m tools.gpu_check --tiny
 
-On one device. Each implementation of attention that runs on it is held against the float32 reference in bfloat16, forward and
-backward. Then the real train step, in bfloat16 at 2,048 tokens a row on random tokens, for each shape and each policy of
-model.remat: tokens/s, MFU, the device's peak memory. Then decoding. Each measurement is a process of its own, so that one that
-does not fit ends alone and peaks are its own; after --minutes what is left is not begun, and what runs is stopped. The exit
-status is 1 where attention is wrong.
---tiny: toy shapes, to see on a CPU that all parts run; cuDNN's is then said to be skipped.
+Uses one device. First compares each attention kernel that runs on it, in bfloat16, with the float32 reference, forward and backward.
+Then measures the real train step, in bfloat16 with 2,048 tokens per row of synthetic data, for each shape and each policy of
+model.remat: tokens/s, MFU, peak memory of the device. Then decoding. Each measurement has its own process, so that one that does
+not fit fails alone and peaks are separate; after --minutes the running measurement is stopped and the others are left out. Exit
+status: 1 if attention is wrong.
+--tiny: toy shapes, to test all parts on a CPU, where cuDNN's kernel is reported as skipped.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from minitf.training.optimizer import OptimizerConfig
 from tools.benchmark import WARM_UP, Side, facts, run, serve, start, summary
 from tools.benchmark_generate import decoding
 
-# ---- what is measured
+# ---- shapes and settings
 
 
 def shape(layers: int, dim: int, heads: int, kv_heads: int, hidden: int, vocab_size: int, tied: bool) -> ModelConfig:
@@ -60,14 +60,14 @@ def shape(layers: int, dim: int, heads: int, kv_heads: int, hidden: int, vocab_s
     )
 
 
-SHAPES = {  # name -> (model, rows of a batch): widths of GPT-2 small and medium, and TinyLlama's
+SHAPES = {  # name -> (model, batch size): widths of GPT-2 small and medium, and of TinyLlama
     "124M": (shape(12, 768, 12, 12, 2048, 50304, True), 16),
     "350M": (shape(24, 1024, 16, 16, 2816, 50304, True), 16),
     "1B": (shape(22, 2048, 32, 4, 5632, 32000, False), 8),
 }
 TINY = {"tiny": (shape(2, 32, 4, 2, 64, 64, False), 2)}
 SEQ_LEN, TINY_SEQ_LEN = 2048, 128
-# The first are the most telling, should time run out.
+# The most informative first, should time run out.
 POLICIES = sorted(REMAT, key=lambda name: name not in ("products", "qkv_context", "full"))
 MIXES = {  # name -> (window, query heads, key/value heads)
     "causal": (None, 8, 8),
@@ -89,11 +89,11 @@ def train_config(model: ModelConfig, batch_size: int, seq_len: int, remat: str) 
     )
 
 
-# ---- in a process of its own: one request, one answer
+# ---- in a separate process: one request, one answer
 
 
 def errors_of(name: str, request: dict[str, Any]) -> dict[str, list[float]]:
-    """Case -> relative errors of the result and of the gradients of q, k and v, against the float32 reference."""
+    """Case -> relative errors of the output and of the gradients of q, k and v, against the float32 reference."""
     found = {}
     for case, (window, H, G) in MIXES.items():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -117,7 +117,7 @@ def errors_of(name: str, request: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def correctness(request: dict[str, Any]) -> dict[str, Any]:
-    """Of each implementation: why it was skipped, or its errors; it is right where none is twice the bfloat16 reference's own."""
+    """By kernel, why it was skipped, or its errors and whether it is right: all at most twice those of the bfloat16 reference."""
     device = jax.devices()[0]
     needs = Needs("bfloat16", request["seq_len"], request["head_dim"], capability=compute_capability(device))
     why = {name: kernels.refusal(name, device.platform, needs) for name in IMPLEMENTATIONS}
@@ -136,7 +136,7 @@ def training(request: dict[str, Any]) -> dict[str, Any]:
     known = facts(bench)
     run(bench, WARM_UP)
     found = summary(known, [run(bench, request["steps"])])
-    memory = jax.devices()[0].memory_stats() or {}  # a CPU has none
+    memory = jax.devices()[0].memory_stats() or {}  # None on a CPU
     return found | {"peak_bytes": memory.get("peak_bytes_in_use")}
 
 
@@ -161,13 +161,13 @@ PARTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def worker() -> None:
     def begin(part: str) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
-        jax.config.update("jax_enable_compilation_cache", False)  # as tools.benchmark
+        jax.config.update("jax_enable_compilation_cache", False)  # as in tools.benchmark
         device = jax.devices()[0]
 
         def answer(request: dict[str, Any]) -> dict[str, Any]:
             try:
                 return PARTS[part](request)
-            except (jax.errors.JaxRuntimeError, NotImplementedError) as e:  # does not fit; not on this device
+            except (jax.errors.JaxRuntimeError, NotImplementedError) as e:  # out of memory; unsupported on this device
                 return {"failed": str(e).splitlines()[0]}
 
         return {"device": device.device_kind}, answer
@@ -175,11 +175,11 @@ def worker() -> None:
     serve(begin)
 
 
-# ---- in turn, as long as there is time
+# ---- all measurements, until time runs out
 
 
 def requests(tiny: bool) -> list[tuple[str, str, dict[str, Any]]]:
-    """(name, part, request) of all measurements, the most telling first."""
+    """(name, part, request) of all measurements, the most informative first."""
     shapes, seq_len = (TINY, TINY_SEQ_LEN) if tiny else (SHAPES, SEQ_LEN)
     configs = {
         (name, remat): dataclasses.asdict(train_config(model, batch_size, seq_len, remat))
@@ -206,7 +206,7 @@ def requests(tiny: bool) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def measured_until(until: float, name: str, part: str, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a process of its own; {"failed": why} where there is none by then, a time.monotonic()."""
+    """The answer of a new process; {"failed": why} if it fails or does not answer before `until` (time.monotonic())."""
     side = Side(name, ["tools.gpu_check", "--worker"], part)
     timer = threading.Timer(until - time.monotonic(), side.kill)
     timer.start()
@@ -241,7 +241,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def check(minutes: float, tiny: bool, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Every measurement that there was time for, by name; and what was left out."""
+    """Runs the measurements for at most `minutes`; returns the results by name, and the names left out."""
     until = time.monotonic() + 60 * minutes
     result: dict[str, Any] = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "tiny": tiny}
     result |= {"results": {}, "left_out": []}

@@ -46,7 +46,7 @@ from minitf.tables import did_you_mean
 from minitf.training import step as step_lib
 from tools import parity_peers, peers
 
-STEPS, LEARNING_RATE = 20, 0.005  # at 0.02 some of these models magnify a rounding a hundredfold
+STEPS, LEARNING_RATE = 20, 0.005  # at 0.02 some of these models amplify rounding errors a hundredfold
 
 # ---- the recipe and its departures
 
@@ -59,8 +59,8 @@ def change(cfg: Any, **values: Any) -> Any:
     return cfg
 
 
-# Sizes that every mesh divides; a query width (8 x 4) that is not the model's (16). Numbers whose change by a few percent is seen:
-# an epsilon near the squares to which it is added, wavelengths near the row's length, a window inside it.
+# Sizes that every mesh divides; the queries' width (8 x 4) differs from the model's (16). Values whose errors of a few percent show:
+# an epsilon near the squares it is added to, wavelengths near the length of a row, a window shorter than a row.
 RECIPE = Config(
     steps=STEPS,
     batch_size=8,
@@ -78,12 +78,12 @@ RECIPE = Config(
     ),
 )
 WINDOW = dict(model__attention__window=5)
-DEPARTURES = {  # other models
+DEPARTURES = {  # changes of the model
     "base": {},
     "sliding": dict(model__attention__kind="sliding", **WINDOW),
     "alternating": dict(
         model__pattern=("full", "sliding"), model__num_layers=3, **WINDOW
-    ),  # one period, and a layer left over
+    ),  # one period and a remaining layer
     "multi_head": dict(model__attention__num_kv_heads=None),
     "attention_scale": dict(model__attention__scale=0.2),
     "attention_softcap": dict(model__attention__softcap=2.0),
@@ -91,7 +91,7 @@ DEPARTURES = {  # other models
     "qkv_bias": dict(model__attention__bias="qkv"),
     "qkvo_bias": dict(model__attention__bias="qkvo"),
     "rope_base": dict(model__attention__rope_base=10_000.0),
-    # The two frequencies turn 5.7 and 0.57 times in 36 positions: one stays, one is stretched. 32 and 3.2 of 40 are in between.
+    # The two frequencies turn 5.7 and 0.57 times in 36 positions: one is kept, one scaled; 32 and 3.2 times in 200: interpolated.
     "rope_llama3": dict(model__positions="rope_llama3", model__attention__rope_original_len=36),
     "rope_llama3_between": dict(
         model__positions="rope_llama3",
@@ -115,7 +115,7 @@ DEPARTURES = {  # other models
     "z_loss": dict(loss__z_loss=0.1),
     "documents": dict(data__isolate_documents=True),
 }
-# From the initial values of a scheme, where scales are 1 and biases 0; all else starts from noise.
+# Initial parameters by a scheme, where scales are 1 and biases 0; all other rows start from noise.
 INITIAL = {f"init_{name}": dict(model__init=name) for name in SCHEMES}
 
 
@@ -123,7 +123,7 @@ def long(seq_len: int) -> dict[str, Any]:
     return dict(batch_size=2, seq_len=seq_len, model__max_seq_len=seq_len)
 
 
-# What an implementation needs besides, or does otherwise.
+# Further settings that a kernel needs, or that exercise it.
 SHAPES = {
     "blocked": long(160),  # two blocks of queries
     "splash": long(kernels.LANES),
@@ -137,15 +137,15 @@ def on(sizes: tuple[int, int, int], **settings: Any) -> dict[str, Any]:
     return dict(mesh=MeshConfig(*sizes, **settings))
 
 
-WAYS = {  # to compute the same
+WAYS = {  # other ways to compute the same model
     "unroll": dict(model__unroll=2),
     **{f"remat_{name}": dict(model__remat=name) for name in REMAT if name != RECIPE.model.remat},
     **{f"kernel_{n}": dict(model__attention__implementation=n, **SHAPES.get(n, {})) for n in IMPLEMENTATIONS},
-    "kernel_blocked_window": dict(  # of the keys, some before the block
+    "kernel_blocked_window": dict(  # the window begins before the block of queries
         model__attention__implementation="blocked", model__attention__kind="sliding", **WINDOW, **long(160)
     ),
     "accumulation": dict(accumulation=2),
-    "loss_chunk": dict(loss__chunk=6),  # with a rest
+    "loss_chunk": dict(loss__chunk=6),  # does not divide seq_len
     "loss_passes": dict(loss__chunk=6, loss__passes=2),
     **{f"mesh_{name}": on(sizes) for name, sizes in MESHES.items()},
     **{f"manual_{name}": on(sizes, collectives="manual") for name, sizes in MANUAL.items()},
@@ -153,7 +153,7 @@ WAYS = {  # to compute the same
     **{name: dict(model__dtype=name) for name in ("bfloat16", "float16")},
 }
 ROWS = DEPARTURES | INITIAL | WAYS
-# Settings of WAYS, which the plain model does not read.
+# Settings that WAYS change; the plain model does not read them.
 HOW = (
     "mesh",
     "accumulation",
@@ -181,7 +181,7 @@ def departure(name: str) -> Config:
 
 
 def random_batch(cfg: Config, seed: int = 0, weights: Any = None) -> dict[str, jax.Array]:
-    """Random ids; targets are random too."""
+    """Random ids and random targets; weights None: 1."""
     rng = np.random.default_rng(seed)
     shape = (cfg.batch_size, cfg.seq_len)
     ids = rng.integers(0, cfg.model.vocab_size, (2, *shape), dtype=np.int32)
@@ -190,7 +190,7 @@ def random_batch(cfg: Config, seed: int = 0, weights: Any = None) -> dict[str, j
 
 
 def batch_for(cfg: Config) -> dict[str, jax.Array]:
-    """Random ids with some targets that do not count; with isolation, three documents a row and padding at its end."""
+    """Random ids, a quarter of the targets with weight 0; if isolated, three documents per row and padding at its end."""
     weights = np.random.default_rng(1).integers(0, 4, (cfg.batch_size, cfg.seq_len)) > 0
     batch = random_batch(cfg, weights=weights)
     if cfg.data.isolate_documents:
@@ -201,8 +201,8 @@ def batch_for(cfg: Config) -> dict[str, jax.Array]:
 
 
 def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> Any:
-    """Noise around 1 for what begins as 1 (scales), around 0 for all else: no scale is 1 and no bias 0, where a wrong use of one
-    would not show."""
+    """Parameters of noise around 1 for scales (init `ones`), around 0 for all others: a scale of 1 or a bias of 0 would hide errors in
+    its use."""
     rng = np.random.default_rng(seed)
 
     def one(p: Param) -> jax.Array:
@@ -213,7 +213,7 @@ def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> Any:
 
 
 class Values(NamedTuple):
-    """What a row compares, as arrays of NumPy."""
+    """The results that a row compares, as NumPy arrays."""
 
     logits: Any
     gradient: Any  # of the first step
@@ -221,12 +221,12 @@ class Values(NamedTuple):
 
 
 def start(cfg: Config, initial: bool = False) -> Any:
-    """Parameters of the first step: noise, or the initial values of the config's scheme."""
+    """Parameters before the first step: noise, or if `initial` those of the config's scheme."""
     return init_params(model_params(cfg.model), jax.random.key(0)) if initial else random_params(cfg.model)
 
 
 def curve(step: Any, params: Any, batch: dict[str, jax.Array], steps: int) -> tuple[jax.Array, Any]:
-    """(losses of steps of plain SGD, gradient of the first), compiled as one program."""
+    """(losses of all steps of plain SGD, gradient of the first), traced as one program."""
 
     def body(params: Any, _: None) -> tuple[Any, Any]:
         loss, grads = step(params, batch)
@@ -236,13 +236,13 @@ def curve(step: Any, params: Any, batch: dict[str, jax.Array], steps: int) -> tu
     return losses, jax.tree.map(lambda g: g[0], grads)
 
 
-# Compiled once for each model and used for a moment: XLA's CPU compiler takes half the time so.
+# Halves XLA's compile time on CPU: each program runs only for a moment.
 QUICKLY = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 
 
 @functools.cache
 def plain(cfg: Config, initial: bool, steps: int, rounded: str) -> Values:
-    """The plain model's, its weights rounded to a type before each use."""
+    """Values of the plain model, with weights rounded to dtype `rounded` before each use; scales and biases are not rounded."""
     specs = model_params(cfg.model)
 
     def weights(params: Any) -> Any:
@@ -263,7 +263,7 @@ def plain(cfg: Config, initial: bool, steps: int, rounded: str) -> Values:
 
 
 def expected(cfg: Config, initial: bool = False, steps: int = STEPS, rounded: str = "float32") -> Values:
-    """The plain model's, run once for all ways to compute the same."""
+    """Values of the plain model; all ways to compute the same model share one cached run."""
     same = {name: setting(RECIPE, name) for name in HOW}
     if initial:
         same["model__init"] = cfg.model.init
@@ -271,7 +271,7 @@ def expected(cfg: Config, initial: bool = False, steps: int = STEPS, rounded: st
 
 
 def actual(cfg: Config, initial: bool = False, steps: int = STEPS) -> Values:
-    """The real model's, computed as the config says."""
+    """Values of the real model, computed as the config says."""
     mesh = make_mesh(cfg.mesh, jax.devices()[: devices_of(cfg)])
 
     def step(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
@@ -295,30 +295,30 @@ def devices_of(cfg: Config) -> int:
 # ---- the comparison
 
 COLUMNS = ("logits", "gradient", "curve")
-TOLERANCE = 1e-5  # of float32
-# A 16-bit model rounds its weights, and beside each of the 7 of a block about 17 results in the forward pass and as many in the
-# backward pass. Roundings that know nothing of each other add up as squares do: sqrt((7 + 17 + 17) / 7) = 2.4 times what those of
-# the weights do, which the plain model tells. The rest is for chance.
+TOLERANCE = 1e-5  # for float32
+# A 16-bit model rounds the 7 weights of a block, and about 17 results in the forward pass and as many in the backward pass.
+# Independent rounding errors add in squares: sqrt((7 + 17 + 17) / 7) = 2.4 times the error from rounding weights alone, which the
+# plain model measures. The rest is a margin for chance.
 ROUNDING = 4
 
 
 class Part(NamedTuple):
-    """A column of a row."""
+    """One column of a row."""
 
     difference: float  # the largest
     tolerance: float
-    miss: str | None  # the first that is beyond it
+    miss: str | None  # description of the first difference above tolerance
 
 
 def difference(a: Any, e: Any) -> float:
-    """The largest, relative to max(1, largest expected value); infinite where shapes differ, and where a value is no number."""
+    """Largest absolute difference divided by max(1, largest expected value); infinite if shapes differ or a value is not finite."""
     a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
     if a.shape != e.shape or not np.isfinite(a).all():
         return math.inf
     return float(np.abs(a - e).max(initial=0) / max(1.0, np.abs(e).max(initial=0)))
 
 
-Differences = dict[str, dict[str, float]]  # column -> what is compared -> difference
+Differences = dict[str, dict[str, float]]  # column -> name of the compared array or step -> difference
 
 
 def differences(found: Values, truth: Values) -> Differences:
@@ -335,7 +335,7 @@ def differences(found: Values, truth: Values) -> Differences:
 
 
 def compare(found: Differences, tolerances: dict[str, float]) -> dict[str, Part]:
-    """Column -> part."""
+    """Column -> its largest difference, tolerance and miss."""
     parts = {}
     for column, values in found.items():
         tolerance, miss = tolerances[column], None
@@ -348,7 +348,7 @@ def compare(found: Differences, tolerances: dict[str, float]) -> dict[str, Part]
 
 
 def tolerances(cfg: Config, initial: bool = False, steps: int = STEPS) -> dict[str, float]:
-    """Column -> tolerance, by the type of products."""
+    """Column -> tolerance, which depends on model.dtype."""
     if cfg.model.dtype == "float32":
         return dict.fromkeys(COLUMNS, TOLERANCE)
     rounded, exact = (expected(cfg, initial, steps, dtype) for dtype in (cfg.model.dtype, "float32"))
@@ -356,7 +356,7 @@ def tolerances(cfg: Config, initial: bool = False, steps: int = STEPS) -> dict[s
 
 
 def check(cfg: Config, initial: bool = False, steps: int = STEPS) -> dict[str, Part]:
-    """The real model of a config beside the plain one."""
+    """Compares the real model of a config with the plain one."""
     found, truth = actual(cfg, initial, steps), expected(cfg, initial, steps)
     return compare(differences(found, truth), tolerances(cfg, initial, steps))
 
@@ -366,11 +366,11 @@ def check(cfg: Config, initial: bool = False, steps: int = STEPS) -> dict[str, P
 
 class Row(NamedTuple):
     name: str
-    changes: dict[str, Any]  # of the recipe
+    changes: dict[str, Any]  # departures from the recipe
     shape: tuple[int, ...] | None = None  # of the logits
     parts: dict[str, Part] | None = None  # by column
     misses: tuple[str, ...] = ()
-    skipped: str | None = None  # why
+    skipped: str | None = None  # the reason; None: not skipped
 
 
 def refusal(cfg: Config) -> str | None:
@@ -390,7 +390,7 @@ def missed(parts: dict[str, Part]) -> tuple[str, ...]:
 
 
 def own_row(name: str) -> Row:
-    """The real model beside the plain one."""
+    """Compares the real model with the plain one."""
     cfg, changes = departure(name), ROWS[name]
     why = refusal(cfg)
     if why is not None:
@@ -400,7 +400,7 @@ def own_row(name: str) -> Row:
 
 
 def imported_row(name: str) -> Row:
-    """A model of transformers, imported, beside itself."""
+    """Compares a model of transformers with its import."""
     kind, settings = parity_peers.THEIRS[name.removeprefix(TRANSFORMERS)]
     changes = {"model_type": kind, **settings}
     if not parity_peers.installed():
@@ -411,7 +411,7 @@ def imported_row(name: str) -> Row:
 
 
 def peer_row(name: str, where: str) -> Row:
-    """Our training beside nanoGPT's, from its initial values."""
+    """Compares our training with nanoGPT's, from nanoGPT's initial parameters."""
     cfg = parity_peers.peer_config(parity_peers.PEERS[name])
     batches = parity_peers.learnable(cfg, cfg.steps)
     params, theirs = parity_peers.nanogpt(where, cfg, batches)
@@ -436,7 +436,7 @@ def verdict(r: Row) -> str | None:
 
 
 def select(patterns: list[str], known: Iterable[str]) -> list[str]:
-    """The rows that names or patterns (mesh_*) name, in their order. Raises ValueError for one that names none."""
+    """The known rows that match any of the names or patterns (mesh_*), in order. Raises ValueError for a pattern without a match."""
     known = list(known)
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
@@ -445,7 +445,7 @@ def select(patterns: list[str], known: Iterable[str]) -> list[str]:
 
 
 def rows_of(peer: str | None) -> dict[str, Callable[[], Row]]:
-    """Every row by name, and what computes it."""
+    """Name -> function that computes the row."""
     rows: dict[str, Callable[[], Row]] = {name: functools.partial(own_row, name) for name in ROWS}
     for name in parity_peers.THEIRS:
         rows[TRANSFORMERS + name] = functools.partial(imported_row, TRANSFORMERS + name)
@@ -501,7 +501,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def as_json(rows: list[Row], seconds: float) -> dict[str, Any]:
     def one(r: Row) -> dict[str, Any]:
-        # JSON has no infinity: null, where shapes differ or a value is no number.
+        # JSON has no infinity: null if shapes differ or a value is not finite.
         parts = {c: p._asdict() | {"difference": finite(p.difference)} for c, p in (r.parts or {}).items()}
         return r._asdict() | {"parts": parts, "verdict": verdict(r)}
 

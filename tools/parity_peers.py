@@ -1,4 +1,4 @@
-"""Other projects' models for tools.parity: the logits of transformers' models, and nanoGPT's training from its own initial values.
+"""Other projects' models for tools.parity: logits of transformers' models, and nanoGPT's training from its own initial parameters.
 
 Both need the extra `parity`: pip install '.[parity]'.
 """
@@ -36,7 +36,7 @@ def installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 
-# ---- transformers: small models of every family, and every setting that is read away from its default
+# ---- transformers: small models of every family, with a non-default value of every setting that is read
 
 LLAMA = dict(
     vocab_size=64, hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
@@ -51,7 +51,7 @@ GEMMA2 = LLAMA | dict(
 )
 GPT2 = dict(vocab_size=64, n_embd=48, n_inner=40, n_layer=3, n_head=6, n_positions=64)
 SLIDING, FULL = "sliding_attention", "full_attention"
-THEIRS = {  # name -> (model_type, settings), written as transformers' own classes take them
+THEIRS = {  # name -> (model_type, arguments of transformers' configuration class)
     "llama": ("llama", LLAMA),
     "llama_tied_derived_head_size": ("llama", {**LLAMA, "head_dim": None, "tie_word_embeddings": True}),
     "llama_biases_stretched": ("llama", LLAMA | dict(attention_bias=True, mlp_bias=True, rope_parameters=STRETCHED)),
@@ -75,13 +75,13 @@ THEIRS = {  # name -> (model_type, settings), written as transformers' own class
     ),
 }
 
-TOLERANCE = 1e-4  # of logits: two frameworks' rounding
-SCALE = 0.2  # of random parameters: small enough that rounding stays well below the tolerance
-IDS = np.random.default_rng(0).integers(0, 64, (2, 40))  # beyond every window and every length before a stretch
+TOLERANCE = 1e-4  # of logits: rounding of two frameworks
+SCALE = 0.2  # of random parameters: keeps rounding errors well below TOLERANCE
+IDS = np.random.default_rng(0).integers(0, 64, (2, 40))  # longer than every window and original RoPE length
 
 
 def transformers() -> Any:
-    """The package, silent and without a network."""
+    """The package transformers, without output and network access."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import transformers as found
@@ -92,7 +92,7 @@ def transformers() -> Any:
 
 
 def random_model(name: str, **more: Any) -> Any:
-    """One of THEIRS, with more settings, every parameter random, norms and biases too."""
+    """One of THEIRS, with more settings and all parameters random, norms and biases included."""
     import torch
 
     kind, settings = THEIRS[name]
@@ -122,7 +122,7 @@ def our_logits(workdir: str | os.PathLike, ids: np.ndarray = IDS) -> np.ndarray:
 
 
 def imported(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(our logits, transformers') of one of THEIRS, imported from the folder that transformers writes."""
+    """(our logits, transformers' logits) of one of THEIRS, imported from the folder that transformers writes."""
     theirs = random_model(name)
     with tempfile.TemporaryDirectory(prefix="minitf-parity-") as folder:
         theirs.save_pretrained(Path(folder) / "hf")
@@ -133,14 +133,14 @@ def imported(name: str) -> tuple[np.ndarray, np.ndarray]:
 # ---- nanoGPT
 
 PEER_STEPS = 100
-PEERS = {"nanogpt": False, "nanogpt_bias": True}  # row -> whether its norms and products have biases
-RECIPE = Path(__file__).resolve().parent.parent / "configs" / "char_cpu.py"  # nanoGPT's own for a CPU
-# GPT-2's layout has these [inputs, outputs]; nanoGPT's are torch.nn.Linear's.
+PEERS = {"nanogpt": False, "nanogpt_bias": True}  # row -> whether norms and products have biases
+RECIPE = Path(__file__).resolve().parent.parent / "configs" / "char_cpu.py"  # nanoGPT's own recipe for a CPU
+# These are [inputs, outputs] in GPT-2's layout, but [outputs, inputs] (torch.nn.Linear) in nanoGPT.
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def peer_config(bias: bool) -> Config:
-    """nanoGPT's CPU recipe at a constant learning rate, for PEER_STEPS, with its biases or without."""
+    """nanoGPT's CPU recipe with a constant learning rate, for PEER_STEPS, with or without biases."""
     tree = config_lib.load_file(str(RECIPE))
     with tree.unlocked():
         tree.update(steps=PEER_STEPS)
@@ -153,7 +153,7 @@ def peer_config(bias: bool) -> Config:
 
 
 def learnable(cfg: Config, steps: int, seed: int = 0) -> np.ndarray:
-    """Ids [steps, B, S + 1] of texts in which each id is followed by one of four."""
+    """Learnable data: int32 ids [steps, B, S + 1], in which each id is followed by one of four."""
     rng = np.random.default_rng(seed)
     followers = rng.integers(0, cfg.model.vocab_size, (cfg.model.vocab_size, 4))
     ids = [rng.integers(0, cfg.model.vocab_size, (steps, cfg.batch_size))]
@@ -163,7 +163,7 @@ def learnable(cfg: Config, steps: int, seed: int = 0) -> np.ndarray:
 
 
 def as_ours(tensors: dict[str, np.ndarray], cfg: Config) -> Any:
-    """A tree of our parameters of nanoGPT's tensors, weights or gradients, by name."""
+    """nanoGPT's tensors by name, weights or gradients, as a tree of our parameters."""
     stacks = tree_map(lambda p: np.empty(p.full_shape, np.float32), model_params(cfg.model))
     by_name = dict(named(stacks))
     for tensor in tensors_of("gpt2", cfg.model):
@@ -173,12 +173,12 @@ def as_ours(tensors: dict[str, np.ndarray], cfg: Config) -> Any:
 
 
 def nanogpt(where: str, cfg: Config, batches: np.ndarray) -> tuple[Any, tuple[np.ndarray, Any, np.ndarray]]:
-    """(nanoGPT's initial parameters as ours, (logits and gradient of the first step, losses of each)), by its own optimizer."""
+    """Trains nanoGPT with its own optimizer: (its initial parameters as ours, (first step's logits and gradient, all losses))."""
     import torch
 
-    torch.set_num_threads(1)  # on busy cores its threads wait for one another far longer than they work
+    torch.set_num_threads(1)  # on busy cores, its threads would mostly wait for each other
     torch.manual_seed(0)
-    with contextlib.redirect_stdout(sys.stderr):  # it prints what it makes
+    with contextlib.redirect_stdout(sys.stderr):  # nanoGPT prints its sizes
         peer = peers.nanogpt(where, cfg, cfg.model.vocab_size)
     weights = dict(peer.model.named_parameters())
     params = as_ours({name: p.detach().numpy().copy() for name, p in weights.items()}, cfg)
@@ -196,7 +196,7 @@ def nanogpt(where: str, cfg: Config, batches: np.ndarray) -> tuple[Any, tuple[np
 
 
 def trained(params: Any, cfg: Config, batches: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
-    """(logits and gradient of the first step, losses of each), by the real train step."""
+    """Trains with the real train step: (first step's logits, its gradient, all losses)."""
     specs, schedule = model_params(cfg.model), make_schedule(cfg.optimizer, cfg.steps)
     tx = make_optimizer(cfg.optimizer, specs, schedule)
     weights = np.ones(batches.shape[1:2] + (cfg.seq_len,), np.float32)
