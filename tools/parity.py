@@ -81,9 +81,8 @@ WINDOW = dict(model__attention__window=5)
 DEPARTURES = {  # changes of the model
     "base": {},
     "sliding": dict(model__attention__kind="sliding", **WINDOW),
-    "alternating": dict(
-        model__pattern=("full", "sliding"), model__num_layers=3, **WINDOW
-    ),  # one period and a remaining layer
+    # One period and a remaining layer.
+    "alternating": dict(model__pattern=("full", "sliding"), model__num_layers=3, **WINDOW),
     "multi_head": dict(model__attention__num_kv_heads=None),
     "attention_scale": dict(model__attention__scale=0.2),
     "attention_softcap": dict(model__attention__softcap=2.0),

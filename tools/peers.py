@@ -88,9 +88,8 @@ def transformers(where: str, cfg: Config, vocab_size: int) -> Peer:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=o.learning_rate, betas=(o.b1, o.b2), eps=o.eps, weight_decay=o.weight_decay
     )
-    return Peer(
-        model, lambda ids, targets: model(input_ids=ids, labels=targets).loss, optimizer
-    )  # it shifts the labels itself
+    # transformers shifts the labels itself.
+    return Peer(model, lambda ids, targets: model(input_ids=ids, labels=targets).loss, optimizer)
 
 
 def begin(request: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str, Any]]]:

@@ -96,9 +96,8 @@ def of_module(encoded: memoryview) -> dict[str, Instruction]:
     return {text(i, 1): one(i) for found in computations.values() for i in found}
 
 
-Instructions = Callable[
-    [], dict[str, Instruction]
-]  # decoded on demand: most of a process's programs do not run during a profile
+# Decoded on demand: most of a process's programs do not run during a profile.
+Instructions = Callable[[], dict[str, Instruction]]
 Programs = dict[str, dict[int, Instructions]]  # module's name -> program's id -> its instructions
 
 
@@ -120,7 +119,7 @@ def named(module: str) -> tuple[str, int]:
     return name, int(program or 0)
 
 
-# ---- what ran
+# ---- operations that ran
 
 
 class Ran(NamedTuple):

@@ -202,10 +202,8 @@ def make_tokenizer(name: str, documents: list[tuple[str, bytes]], setting: str =
     return load_tokenizer(find_file(name, setting)) if is_file_name(name) else TOKENIZERS[name](documents)
 
 
-TOKENIZER_FILE, TOKENIZER_CONFIG = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-)  # Hugging Face's names, used for minitf's own kinds too
+# Hugging Face's names, used for minitf's own kinds too.
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIALS_FILE = "special_tokens_map.json"  # Hugging Face's older file for the roles of special tokens
 
 

@@ -82,9 +82,8 @@ class Writer:
             self.files[suffix].truncate(size)
         self.items: list[bytes | np.ndarray] = []  # texts and ids to be encoded and written
         self.counting: list[bool] = []  # for each item, whether its tokens are targets
-        self.ended: list[
-            tuple[int, bytes, int]
-        ] = []  # documents that end in `items`: (items up to their end, sha, bytes of text)
+        # Documents that end in `items`: (items up to their end, sha, bytes of text).
+        self.ended: list[tuple[int, bytes, int]] = []
         self.signatures: list[np.ndarray] = []  # of the documents in `ended`
         self.waiting = self.since = 0  # bytes of text in items; bytes encoded since the last commit
 
