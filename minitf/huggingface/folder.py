@@ -260,7 +260,7 @@ def write_tensors(
             arrays[tensor.name] = their_tensor(tensor, params, dtype)
             done(tensor)
         library.numpy.save_file(arrays, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 creates files with mode 0600
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 lets only the owner read it
     if len(files) > 1:
         total = sum(math.prod(tensor.shape) for tensor in tensors) * np.dtype(dtype).itemsize
         weight_map = {tensor.name: file for file, group in files.items() for tensor in group}
