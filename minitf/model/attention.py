@@ -1,4 +1,4 @@
-"""Attention: its weights, its kinds, its cache."""
+"""Attention: weights, kinds, and the key/value cache."""
 
 import dataclasses
 from collections.abc import Callable
@@ -57,13 +57,12 @@ class AttentionConfig:
 
 
 class AttentionKind(NamedTuple):
-    """A kind of attention: its declarations, how far back it sees, and the settings that it alone reads."""
+    """A kind of attention: its declarations, its window, and the settings that only it reads."""
 
     meaning: str
     params: Callable  # (cfg, dim) -> declarations
-    window: Callable[
-        [AttentionConfig], int | None
-    ]  # positions that a query sees, its own included; None: all before it
+    # positions that a query sees, its own included; None: all before it
+    window: Callable[[AttentionConfig], int | None]
     reads: tuple[str, ...] = ()
 
 
@@ -93,36 +92,36 @@ def qkvo_params(cfg: AttentionConfig, dim: int) -> dict[str, Param]:
 
 
 class LayerCache(NamedTuple):
-    """The keys and values of one layer, inside the stack of all layers of its place in the pattern; the token of time t is in
-    slot t % T, so that T slots hold what a window of T sees."""
+    """Keys and values of one layer, in a stack of all layers at its position in the pattern. The token at time t is in slot t % T,
+    so that T slots hold a window of T tokens."""
 
     k_LBTGK: jax.Array
     v_LBTGK: jax.Array
-    layer: jax.Array  # int32 []
+    layer: jax.Array  # int32 [], index in the stack
     now: jax.Array  # int32 [], time of the first query
-    first_B: jax.Array  # int32 [B]
+    first_B: jax.Array  # int32 [B], time of each row's first token
 
 
 class Context(NamedTuple):
-    """What a block needs to know besides its parameters and x."""
+    """Inputs of a block besides its parameters and x."""
 
     rope: tuple[jax.Array, jax.Array] | None = None  # ops.rope_table of the positions; None: no RoPE
-    segments_BS: jax.Array | None = None  # only equal numbers see each other; None: one document a row
-    dropout_keys_B: jax.Array | None = None  # one key a row, for this layer; None: no dropout
+    segments_BS: jax.Array | None = None  # tokens see only tokens of an equal number; None: one document per row
+    dropout_keys_B: jax.Array | None = None  # one key per row, for this layer; None: no dropout
     dropout_rate: float = 0.0
-    cache: LayerCache | None = None  # None: keys and values are those of x alone
+    cache: LayerCache | None = None  # None: keys and values come from x alone
 
 
-# ---- keys and values of earlier tokens
+# ---- the key/value cache
 
 
 def remembered(cache: LayerCache, k_BSGK: jax.Array, v_BSGK: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The stacks with these tokens' keys and values in their slots: one token at its time, or the first ones of all rows."""
+    """The cache stacks with the keys and values of these tokens written: one token at time `now`, or the first tokens of all rows."""
     T, S = cache.k_LBTGK.shape[2], k_BSGK.shape[1]
     slot = cache.now % T if S == 1 else 0
 
     def write(stack: jax.Array, new: jax.Array) -> jax.Array:
-        if S > T:  # only the last T stay, each in its slot
+        if S > T:  # only the last T are stored, each in its slot
             new = jnp.roll(new[:, S - T :], S % T, axis=1)
         return jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), (cache.layer, 0, slot, 0, 0))
 
@@ -130,20 +129,20 @@ def remembered(cache: LayerCache, k_BSGK: jax.Array, v_BSGK: jax.Array) -> tuple
 
 
 def slot_times(now: jax.Array, T: int) -> jax.Array:
-    """int32 [T]: the time of the token in each slot when that of time `now` was the last; negative: there is none yet."""
+    """int32 [T]: time of the token in each slot after the token at time `now` was written; negative: the slot is empty."""
     return now - (now - jnp.arange(T)) % T
 
 
 # ---- the kinds
 
 
-Stacks = tuple[jax.Array, jax.Array] | tuple[()]  # of keys and values; () without a cache
+Stacks = tuple[jax.Array, jax.Array] | tuple[()]  # cached keys and values; () without a cache
 
 
 def attention(
     params: Any, x_BSD: jax.Array, cfg: AttentionConfig, ctx: Context, kind: AttentionKind
 ) -> tuple[jax.Array, Stacks]:
-    """Causal multi-head attention with shared key/value heads, [B, S, D] -> [B, S, D]; and the cache's stacks with x's tokens."""
+    """Causal multi-head attention with shared key/value heads, [B, S, D] -> [B, S, D]; and the updated cache stacks."""
     q_BSHK, k_BSGK, v_BSGK = (linear(x_BSD, params[n], params.get(f"{n}_bias")) for n in "qkv")
     if cfg.qk_norm:
         q_BSHK = rms_norm(params["q_norm"], q_BSHK, cfg.qk_norm_eps)
@@ -154,7 +153,7 @@ def attention(
     mask, stacks, cache = Mask(kind.window(cfg), ctx.segments_BS), (), ctx.cache
     if cache is not None:
         stacks = remembered(cache, k_BSGK, v_BSGK)
-        if x_BSD.shape[1] == 1:  # several tokens are the first ones, and see only one another
+        if x_BSD.shape[1] == 1:  # several tokens are the rows' first: they see only one another
             k_BSGK, v_BSGK = (jax.lax.dynamic_index_in_dim(s, cache.layer, keepdims=False) for s in stacks)
             times = Times(cache.now[None], slot_times(cache.now, k_BSGK.shape[1]), cache.first_B)
             mask = Mask(mask.window, times=times)

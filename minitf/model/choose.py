@@ -1,4 +1,4 @@
-"""Which kernel computes attention: decided once, before anything is traced, by the devices and by what its rows ask."""
+"""Chooses the attention kernel, once and before tracing, from the devices and the requirements of the rows."""
 
 import dataclasses
 from typing import Any
@@ -13,8 +13,8 @@ from minitf.sharding.mesh import batch_shards
 
 
 def choose(implementation: str, platform: str | None, needs: Needs) -> str:
-    """The implementation that will run. Raises ValueError where one was named that cannot; only "auto" may choose. `platform` None: it
-    is not asked about."""
+    """The kernel to run: the named one, or for "auto" the first that can. Raises ValueError if the named one cannot. platform None:
+    not checked."""
     if implementation != "auto":
         why = refusal(implementation, platform, needs)
         if why:
@@ -29,8 +29,8 @@ def choose(implementation: str, platform: str | None, needs: Needs) -> str:
 def needs_of(
     cfg: ModelConfig, mesh: Mesh, length: int, *, rows: int | None = None, training: bool = False, **asked: Any
 ) -> Needs:
-    """What rows of `length` queries ask of a kernel on a mesh. rows: of a batch (None: they divide evenly over the devices); training:
-    with the model's dropout; asked: further fields of `Needs`."""
+    """Requirements of rows of `length` queries on a mesh. rows: batch size (None: divides evenly over the devices); training: the
+    model's dropout applies; asked: further fields of `Needs`."""
     a = cfg.attention
     return Needs(
         dtype=cfg.dtype,
@@ -45,7 +45,7 @@ def needs_of(
 
 
 def kernel_for(cfg: ModelConfig, mesh: Mesh, length: int, **asked: Any) -> str:
-    """The implementation that computes these rows; keywords as of `needs_of`. Raises ValueError where the config names one that
+    """The kernel that computes these rows; keywords as in `needs_of`. Raises ValueError if the config names a kernel that
     cannot."""
     return choose(cfg.attention.implementation, platform_of(mesh), needs_of(cfg, mesh, length, **asked))
 
@@ -55,7 +55,7 @@ def with_kernel(cfg: ModelConfig, implementation: str) -> ModelConfig:
 
 
 def with_best_kernel(cfg: ModelConfig, mesh: Mesh, length: int, **asked: Any) -> ModelConfig:
-    """The model where rows are of another kind than in training: the kernel that was named for it may not know them, and any that can
-    is taken. Keywords as of `needs_of`."""
+    """The model config with the first kernel that can compute these rows, which differ from those of training: the kernel named for
+    training may not support them. Keywords as in `needs_of`."""
     open_cfg = with_kernel(cfg, "auto")
     return with_kernel(cfg, kernel_for(open_cfg, mesh, length, **asked))

@@ -8,9 +8,9 @@ from minitf.params import named
 
 
 def flops_per_token(cfg: ModelConfig, specs: Any, seq_len: int, *, causal: bool = False) -> float:
-    """FLOPs of forward and backward for one token: 6 x (matrix and head elements; a tied head once) + 12 x H x K x S for
-    each layer's attention over the full square of S keys, as the field counts (PaLM, arXiv:2204.02311, appendix B); a window
-    takes min(S, window). `causal`: only the keys that are seen."""
+    """FLOPs of forward and backward pass per token: 6 x (matrix and head elements; a tied head once) + 12 x H x K x S for each
+    layer's attention over the full square of S keys, the usual convention (PaLM, arXiv:2204.02311, appendix B); a sliding layer
+    counts min(S, window) keys. `causal`: counts only the keys that a query sees."""
     weights = sum(p.active for _, p in named(specs))
     if cfg.tie_embeddings:
         weights += specs["embedding"].size

@@ -1,4 +1,4 @@
-"""Attention's kernels: who may see whom, the ways to compute it, and what each can do."""
+"""Attention kernels: the mask, the implementations, and what each supports."""
 
 import functools
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from minitf.tables import Kind
 
 
 class Scores(NamedTuple):
-    """How scores are formed, and in which blocks."""
+    """How scores are computed, and in which blocks."""
 
-    scale: float | None = None  # of q . k, before soft-cap and softmax; None: K ** -0.5
-    softcap: float | None = None  # scores become softcap * tanh(scores / softcap); None: as they are
-    block_q: int | None = None  # of splash: at most so many queries and keys at a time; None: what fits
+    scale: float | None = None  # factor of q . k, before soft-cap and softmax; None: K ** -0.5
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap); None: unchanged
+    block_q: int | None = None  # splash only: most queries (below: keys) per block; None: what fits
     block_kv: int | None = None
 
     def scale_of(self, K: int) -> float:
@@ -29,13 +29,13 @@ class Scores(NamedTuple):
 
 
 def scaled(q: jax.Array, scores: Scores) -> jax.Array:
-    """Queries [..., K] of a kernel without a scale of its own. Rounded once: in bfloat16 the scale itself would be rounded too, the
-    same way for all."""
+    """Scaled queries [..., K], for kernels without a scale argument. Computed in float32 and rounded once: a scale in bfloat16 would
+    be rounded too, with the same error for all queries."""
     return (q.astype(jnp.float32) * scores.scale_of(q.shape[-1])).astype(q.dtype)
 
 
 class Times(NamedTuple):
-    """When the tokens of cached rows stand. Rows of different length end together: row b begins at time first_B[b]."""
+    """Times of the queries and of the cached keys. Rows of different lengths end together: row b begins at time first_B[b]."""
 
     queries_S: jax.Array
     keys_T: jax.Array
@@ -43,17 +43,17 @@ class Times(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """A query sees itself and earlier keys: the last `window` of them, of its own segment. `mix` alone turns this into a
-    kernel's flags or a mask."""
+    """A query sees itself and earlier keys of its own segment, the last `window` at most (None: all). Only kernels turn this
+    into flags or a boolean mask."""
 
     window: int | None = None
     segments_BS: jax.Array | None = None
-    times: Times | None = None  # of cached keys; None: queries and keys are the same tokens, one after the other
-    first_query: int = 0  # places in the row of the first query and key at hand, which are a part of it
+    times: Times | None = None  # set if keys are cached; None: queries and keys are the same consecutive tokens
+    first_query: int = 0  # position in the row of the first query (below: key), for a block of the row
     first_key: int = 0
 
     def allowed(self, S: int, T: int) -> jax.Array:
-        """bool [1 or B, 1, S, T]; a query is always allowed to see itself, so no row is empty."""
+        """bool [1 or B, 1, S, T]; a query always sees itself, so no row of the mask is empty."""
         queries, keys = self.first_query + jnp.arange(S), self.first_key + jnp.arange(T)
         if self.times is not None:
             queries, keys = self.times[:2]
@@ -72,7 +72,7 @@ class Mask(NamedTuple):
 
 
 def reference_mix(q, k, v, mask: Mask, how: Scores, keys_B, rate: float) -> jax.Array:
-    """Explicit scores [B, G, H/G, S, T] with a float32 softmax: honours every option."""
+    """Explicit scores [B, G, H/G, S, T] with a float32 softmax; supports every option."""
     B, S, H, K = q.shape
     G = k.shape[2]
     q = q.reshape(B, S, G, H // G, K)  # consecutive query heads share a key/value head
@@ -87,8 +87,8 @@ def reference_mix(q, k, v, mask: Mask, how: Scores, keys_B, rate: float) -> jax.
 
 @jax.custom_vjp
 def query_key(q_BGSK: jax.Array, k_BGTK: jax.Array) -> jax.Array:
-    """float32 [B, G, S, T]: q . k. What differs from autodiff is the form of the gradient by k: q, the smaller operand, is the one
-    that is transposed. XLA's CPU compiler would write the transposed gradient of the scores out, at a tenth of its usual speed."""
+    """float32 [B, G, S, T]: q . k. Differs from autodiff in the gradient w.r.t. k: q, the smaller operand, is transposed. XLA's CPU
+    compiler would materialise the transposed gradient of the scores, at a tenth of its usual speed."""
     return jax.lax.dot_general(q_BGSK, k_BGTK, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
 
 
@@ -107,12 +107,12 @@ query_key.defvjp(query_key_fwd, query_key_bwd)
 
 
 def blocked_mix(q, k, v, mask: Mask, how: Scores, keys_B, rate):
-    """`reference` with a block of queries at a time against the keys that some of them see, so that near half of the square is
-    never formed."""
+    """`reference` with one block of queries at a time against the keys that any of them sees, so that nearly half of the S x S
+    scores are never computed."""
     B, S, H, K = q.shape
     G = k.shape[2]
     q = scaled(q, how).reshape(B, S, G, H // G, K).transpose(0, 2, 3, 1, 4)
-    # Cast back block by block, so that the gradients of the blocks are added up in float32.
+    # Each block casts them back, so that the blocks' gradients are summed in float32.
     k, v = (x.swapaxes(1, 2).astype(jnp.float32) for x in (k, v))
     size = max(128, -(-S // 8))  # the blocks are unrolled, so there are no more than eight
     parts = []
@@ -144,29 +144,29 @@ def xla_mix(q, k, v, mask, how, keys_B, rate):
     return jax_mix("xla", q, k, v, mask, how)
 
 
-HEADS = P(BATCH, None, RULES["heads"], None)  # how rows of heads are spread over devices
+HEADS = P(BATCH, None, RULES["heads"], None)  # sharding of queries, keys and values
 
 
 def cudnn_mix(q, k, v, mask, how, keys_B, rate):
     """cuDNN's fused attention through `jax.nn.dot_product_attention`: NVIDIA GPUs, 16-bit types, shared key/value heads, windows."""
     attend = lambda q, k, v: jax_mix("cudnn", q, k, v, mask, how)
-    # It can be partitioned, but only where the compiler has spread queries, keys and values alike.
+    # The compiler can partition it only if queries, keys and values are sharded alike.
     return per_device(attend, (HEADS, HEADS, HEADS), HEADS)(q, k, v)
 
 
-LANES = 128  # of a TPU's vector unit: splash takes rows and blocks that are multiples of it
+LANES = 128  # of a TPU's vector unit: splash needs lengths of rows and blocks that are multiples of it
 
 
 def splash_block(most: int | None, length: int, head_bytes: int) -> int:
-    """The largest block of at most so many tokens (None: what fits) that divides a row of this length, a multiple of LANES."""
+    """Largest block size of at most `most` tokens (None: what fits), a multiple of LANES, that divides the row length."""
     if most is None:
         most = max(LANES, min(1024, 2**18 // head_bytes))
     return max(b for b in range(LANES, most + 1, LANES) if length % b == 0)
 
 
 def splash_mix(q, k, v, mask: Mask, how: Scores, keys_B, rate):
-    """The Pallas splash kernel of JAX: TPU; scores never leave the chip, and blocks that see nothing are left out. What its
-    backward pass needs besides q, k and v, the result and the logarithm of the softmax's sum, is named "context"."""
+    """JAX's Pallas splash kernel for TPUs: scores never leave the chip, and fully masked blocks are skipped. Its residuals besides
+    q, k and v, the result and the logarithm of the softmax's sum, have the checkpoint name "context"."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -193,17 +193,17 @@ def splash_mix(q, k, v, mask: Mask, how: Scores, keys_B, rate):
 
 
 class Needs(NamedTuple):
-    """What an implementation is asked for: facts of the settings and of the rows."""
+    """Requirements on a kernel, from the settings and the rows."""
 
     dtype: str
-    length: int  # queries of a row
+    length: int  # queries per row
     head_dim: int
     softcap: bool = False
     dropout: bool = False  # of attention weights
     segments: bool = False
-    cached: bool = False  # the keys are those of earlier tokens
+    cached: bool = False  # keys and values are read from the cache
     spread: bool = True  # the rows divide evenly over the devices
-    capability: float | None = None  # of an NVIDIA GPU ("compute capability"); None: unknown, or another device
+    capability: float | None = None  # compute capability of an NVIDIA GPU; None: unknown, or another device
 
 
 def any_shape(needs: Needs) -> None:
@@ -211,7 +211,7 @@ def any_shape(needs: Needs) -> None:
 
 
 def cudnn_shape(needs: Needs) -> str | None:
-    # As JAX and cuDNN check it when the program is compiled (jax/_src/cudnn/fused_attention_stablehlo.py).
+    # The checks that JAX and cuDNN make when the program is compiled (jax/_src/cudnn/fused_attention_stablehlo.py).
     if needs.capability is not None and needs.capability < 8:
         return f"it needs an NVIDIA GPU of compute capability 8.0 (Ampere), this is {needs.capability}"
     largest = 128 if needs.capability is not None and needs.capability < 9 else 256
@@ -231,7 +231,7 @@ def splash_shape(needs: Needs) -> str | None:
 
 
 class Kernel(NamedTuple):
-    """An implementation of `mix`, where it runs and what it cannot do."""
+    """An implementation of `mix`: where it runs and what it supports."""
 
     meaning: str
     apply: Callable  # (q, k, v, mask, Scores, dropout keys, rate) -> [B, S, H, K] in v's dtype
@@ -241,9 +241,9 @@ class Kernel(NamedTuple):
     dropout: bool = False
     segments: bool = True
     cached: bool = True
-    shape: Callable[[Needs], str | None] = any_shape  # why it cannot take rows or heads of this size
-    names_context: bool = False  # gives what the backward pass needs the name "context" itself
-    reads: tuple[str, ...] = ()  # settings of AttentionConfig that it alone reads
+    shape: Callable[[Needs], str | None] = any_shape  # why sizes of rows or heads do not fit; None: they do
+    names_context: bool = False  # it names its residuals "context" itself
+    reads: tuple[str, ...] = ()  # settings of AttentionConfig that only it reads
 
 
 IMPLEMENTATIONS = {
@@ -256,7 +256,7 @@ IMPLEMENTATIONS = {
         ("gpu",),
         ("bfloat16", "float16"),
         softcap=False,
-        segments=False,  # it could by a bias of S x S for each row, which is what it is there to avoid
+        segments=False,  # possible only with an S x S bias per row, which the kernel exists to avoid
         cached=False,
         shape=cudnn_shape,
     ),
@@ -276,7 +276,7 @@ CHOICES = {"auto": Kind(f"the first that can: {', '.join(AUTO)}", reads=("block_
 
 
 def refusal(name: str, platform: str | None, needs: Needs) -> str | None:
-    """Why an implementation cannot do this, or None. platform None: it is not asked about."""
+    """Why a kernel cannot meet these needs; None if it can. platform None: not checked."""
     kernel = IMPLEMENTATIONS[name]
     if platform is not None and platform not in kernel.platforms:
         return f"it runs on {' and '.join(kernel.platforms)}, this is {platform}"
@@ -296,8 +296,8 @@ def refusal(name: str, platform: str | None, needs: Needs) -> str | None:
 def mix(
     q_BSHK, k_BTGK, v_BTGK, mask: Mask, how: Scores, implementation: str = "auto", keys_B=None, rate: float = 0.0
 ) -> jax.Array:
-    """The weighted mean of the values that each query may see, [B, S, H, K] in v's dtype; softmax in float32. implementation: one of
-    IMPLEMENTATIONS, as choose.py decides; "auto", undecided: reference. Raises ValueError where it cannot do what is asked."""
+    """Weighted mean of the values that each query sees, [B, S, H, K] in v's dtype; softmax in float32. implementation: a key of
+    IMPLEMENTATIONS, as chosen by choose.py; "auto" runs reference. Raises ValueError if the kernel cannot compute this."""
     name = "reference" if implementation == "auto" else implementation
     B, S, _, K = q_BSHK.shape
     needs = Needs(

@@ -1,7 +1,7 @@
-"""The next-token loss as sums over tokens, in chunks of the sequence so that whole logits need never exist.
+"""The next-token loss as sums over tokens, in chunks of the sequence so that logits of all positions never exist at once.
 
-The gradient is formed in the forward pass, chunk by chunk, while a chunk's logits are there: nothing of them is kept, nothing is
-computed again unless `passes` asks for it, and the head's gradient is summed over devices once.
+The gradient is computed in the forward pass, chunk by chunk, from the chunk's logits: no logits are saved, none are recomputed
+unless `passes` is above 1, and the head's gradient is summed over devices once.
 """
 
 import dataclasses
@@ -26,27 +26,26 @@ class LossConfig:
         above=0,
         may_change=True,
     )
-    # For each chunk the head's gradient, in float32, is read and written.
+    # Each chunk reads and writes the head's whole gradient in float32.
     chunk: int | None = setting(256, "positions whose logits exist at once; None: all", at_least=1, may_change=True)
-    # One part at a time is in float32, which of the whole would be the largest array of a model with a large vocabulary.
+    # Only one part at a time is in float32: the whole would be the largest array of a model with a large vocabulary.
     passes: int = setting(1, "parts of the head's gradient; each recomputes the logits", at_least=1, may_change=True)
 
 
 class Parts(NamedTuple):
-    """Of a chunk of rows."""
+    """Activations, targets and weights of a chunk of positions."""
 
     x: jax.Array  # [B, C, D]
     targets: jax.Array  # [B, C]
     weights: jax.Array  # float32 [B, C]
 
 
-Sums = dict[
-    str, jax.Array
-]  # weighted, over a row's positions, float32 [B]: `loss` (nats), `z_loss` (squared log-partition)
+# Weighted sums over each row's positions, float32 [B]: `loss` (nats), `z_loss` (squared log-partition).
+Sums = dict[str, jax.Array]
 
 
 class TokenScores(NamedTuple):
-    """What a token's loss and its gradient are made of."""
+    """Intermediates of the per-token losses and their gradients."""
 
     logits: jax.Array  # float32 [B, C, V]
     log_partition: jax.Array  # [B, C]
@@ -55,7 +54,7 @@ class TokenScores(NamedTuple):
 
 def token_scores(w: jax.Array, parts: Parts, cfg: ModelConfig) -> TokenScores:
     logits = head_logits(w, parts.x, cfg)
-    # Comparing with every class partitions over a sharded vocabulary, where a gather would collect the logits.
+    # A comparison with every class partitions over a sharded vocabulary; indexing would all-gather the logits.
     is_target = jnp.arange(logits.shape[-1]) == parts.targets[..., None]
     return TokenScores(logits, jax.nn.logsumexp(logits, axis=-1), is_target)
 
@@ -72,8 +71,8 @@ def token_sums(w: jax.Array, parts: Parts, cfg: ModelConfig) -> Sums:
 def with_gradient(
     w: jax.Array, parts: Parts, z: float, cfg: ModelConfig, columns: slice
 ) -> tuple[Sums, jax.Array, jax.Array]:
-    """(sums, gradient by x [B, C, D], gradient by these columns of x in w as each shard of the batch has it, float32
-    [shards, D, V], where tied [shards, V, D]), of the sum of loss + z * z_loss over all rows."""
+    """(sums, gradient w.r.t. x [B, C, D], gradient w.r.t. the part of w for these columns of x) of loss + z * z_loss summed over all
+    rows. The last is float32 and not yet summed over row shards: [shards, D, V], or [shards, V, D] if tied."""
     s = token_scores(w, parts, cfg)
     # d loss / d logits = softmax - one-hot; d log_partition^2 / d logits = 2 log_partition softmax.
     softmax = jnp.exp(s.logits - s.log_partition[..., None])
@@ -87,7 +86,7 @@ def with_gradient(
 
 
 def in_chunks(f: Callable, carry: Any, parts: Parts, chunk: int | None) -> tuple[Any, Any]:
-    """Scans f: (carry, parts of a chunk) -> (carry, y) along the sequence; y is [B, C, ...] and comes back as [B, S, ...]."""
+    """Scans f: (carry, parts of a chunk) -> (carry, y) along the sequence; y [B, C, ...] is returned as [B, S, ...]."""
     B, S, _ = parts.x.shape
     if chunk is None or chunk >= S:
         return f(carry, parts)
@@ -117,7 +116,7 @@ add = functools.partial(jax.tree.map, jnp.add)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def head_loss(head: jax.Array, parts: Parts, cfg: ModelConfig, loss: LossConfig) -> tuple[jax.Array, Sums]:
-    """(sum over all rows of what `objective` says, sums); only the first has a gradient, by the head's parameter and x."""
+    """(`objective` of the sums, sums); only the first has a gradient, w.r.t. the head's parameter and x."""
     w, zero = head_weight(head, cfg), no_sums(len(parts.x))
     sums, _ = in_chunks(lambda total, p: (add(total, token_sums(w, p, cfg)), None), zero, parts, loss.chunk)
     return objective(sums, loss), sums
@@ -143,12 +142,12 @@ def head_loss_fwd(head: jax.Array, parts: Parts, cfg: ModelConfig, loss: LossCon
     nothing = jnp.float32(0)
     sums, dx, *dw = one_pass(parts, 0, nothing)
     for first in range(width, cfg.dim, width):
-        # One after the other, so that one at a time is in float32: zeros that XLA knows are there from the beginning.
+        # In sequence, so that only one is in float32 at a time. XLA would allocate zeros that it knows at the start.
         parts, dw, nothing = jax.lax.optimization_barrier((parts, dw, nothing))
         dw += one_pass(parts, first, nothing)[2:]
     dw = added(jnp.concatenate(dw, axis=2 if cfg.tie_embeddings else 1))
     (d_head,) = by_parameter(dw.astype(w.dtype))
-    # In shards before the backward pass goes on: whole it is a model's largest array.
+    # Sharded before the backward pass continues: unsharded, the head's gradient is the model's largest array.
     return (objective(sums, loss), sums), jax.lax.optimization_barrier((d_head, dx))
 
 
@@ -169,10 +168,10 @@ def loss_sums(
     cfg: ModelConfig,
     loss: LossConfig,
 ) -> tuple[jax.Array, Sums]:
-    """(sum over all rows of loss and weighted z_loss, to be differentiated; sums over each row's positions, without a gradient)"""
+    """(loss + weighted z_loss summed over all rows, to be differentiated; sums over each row's positions, without a gradient)"""
     return head_loss(params[head_name(cfg)], Parts(x_BSD, targets_BS, weights_BS), cfg, loss)
 
 
 def mean(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """total / weight, and 0 where nothing counts; a weight that is no number is not hidden by it."""
+    """total / weight; 0 if the weight is 0, NaN if it is NaN."""
     return jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))

@@ -1,4 +1,4 @@
-"""The feed-forward layers: two plain products with an activation between, or a gated pair."""
+"""The feed-forward layers: two products with an activation between them, or a gated pair."""
 
 import dataclasses
 import functools
@@ -21,17 +21,17 @@ class MlpConfig:
     bias: bool = setting(False, "whether its products add a bias")
 
 
-Aux = dict[str, jax.Array]  # float32 [B]: sums over each row for the loss, beside what goes on in x
+Aux = dict[str, jax.Array]  # float32 [B]: auxiliary sums over each row, for the loss
 
 
 class MlpKind(NamedTuple):
-    """A kind of MLP: its declarations, its function, and the settings that it alone reads."""
+    """A kind of MLP: its declarations, its function, and the settings that only it reads."""
 
     meaning: str
     params: Callable  # (cfg, dim) -> declarations
     apply: Callable[[Any, jax.Array, MlpConfig], tuple[jax.Array, Aux]]  # (params, x, cfg)
     reads: tuple[str, ...] = ()
-    aux: tuple[str, ...] = ()  # the names of its sums
+    aux: tuple[str, ...] = ()  # names of its auxiliary sums
 
 
 def width(cfg: MlpConfig, dim: int) -> int:
@@ -64,8 +64,8 @@ def projected(params: Any, name: str, x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def once(x: jax.Array) -> jax.Array:
-    """x, whose gradient is formed once, before it is used. XLA's TPU compiler would form it anew in every product that it enters,
-    and there for every tile: in Llama's MLP that costs more than the products."""
+    """x, whose gradient is computed once, before it is used. XLA's TPU compiler would recompute it in every product that reads it,
+    for every tile: in Llama's MLP that costs more than the products."""
     return x
 
 
@@ -88,8 +88,8 @@ def relu_squared(x: jax.Array) -> jax.Array:
 
 
 def gelu_erf(x: jax.Array) -> jax.Array:
-    """x times the normal distribution function: GELU, arXiv:1606.08415. `jax.nn.gelu` goes through erfc, which keeps more digits
-    where the result is near 0 and takes three times as long on a CPU."""
+    """x times the standard normal CDF: GELU, arXiv:1606.08415. `jax.nn.gelu` uses erfc, which keeps more digits where the result is
+    near 0 and takes three times as long on a CPU."""
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
 
 

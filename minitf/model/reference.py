@@ -1,7 +1,7 @@
-"""The oracle: the tutorial's model kept executable, with one plain branch for every option of the real one.
+"""The oracle: the tutorial's model in executable form, with one plain branch for every option of the real one.
 
-float32, explicit [B, H, S, T] scores, a Python loop over layers; no scan, cache, mesh or helper shared with the code that is
-held against it. It reads the same parameter tree and the same settings, and nothing else is common.
+float32, explicit [B, H, S, T] scores, a Python loop over layers; no scan, cache or mesh. It shares no code with the model that is
+tested against it, only the parameter tree and the settings.
 """
 
 import math
@@ -36,7 +36,7 @@ def norm(params, x, cfg):
 
 
 def llama3_frequency(frequency, a):
-    """By wavelength, as Llama 3.1 is described: long ones stretched, short ones kept, in between a mean."""
+    """By wavelength, as Llama 3.1 is described: long ones stretched, short ones unchanged, those between interpolated."""
     wavelength = 2 * math.pi / frequency
     if wavelength > a.rope_original_len / a.rope_low_freq_factor:
         return frequency / a.rope_factor
@@ -48,7 +48,7 @@ def llama3_frequency(frequency, a):
 
 
 def rotate_half_split(x, positions, cfg):
-    """x [B, H, S, K]; pairs (i, i + K/2) turn by position * base^(-2i/K)."""
+    """x [B, H, S, K] with pairs (i, i + K/2) rotated by position * base^(-2i/K)."""
     K = x.shape[-1]
     columns = []
     for i in range(K // 2):
@@ -169,7 +169,7 @@ def model(params, token_ids, cfg, positions=None, segments=None):
 
 
 def cross_entropy(logits, targets, weights):
-    """Sum of weighted losses over sum of weights."""
+    """Sum of weighted per-token losses divided by the sum of weights."""
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
     return -(chosen * weights).sum() / weights.sum()

@@ -1,11 +1,9 @@
-"""Rematerialisation: which activations of a block are kept for the backward pass."""
+"""Rematerialisation: which activations of a block are saved for the backward pass."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-
-# ---- rematerialisation: which activations of a block are kept for the backward pass
 
 policies = jax.checkpoint_policies
 kept = policies.save_only_these_names
@@ -13,14 +11,13 @@ kept = policies.save_only_these_names
 
 class Remat(NamedTuple):
     meaning: str
-    policy: Callable | None = (
-        None  # which values of a block are saved, by their `checkpoint_name`; None: as JAX does by itself
-    )
+    # Which values of a block are saved, by their `checkpoint_name`; None: no `jax.checkpoint`.
+    policy: Callable | None = None
 
 
-REMAT = {  # a block's input is saved by all
+REMAT = {  # every policy saves a block's input
     "none": Remat("nothing"),
-    # What lies between products is cheaper to compute twice than to write and read.
+    # Operations between products are cheaper to recompute than to write and read.
     "products": Remat(
         "all but the products with weights and attention's result",
         kept("q", "k", "v", "context", "o", "attention_out", "gate", "up", "down", "dropout"),
@@ -46,8 +43,8 @@ REMAT = {  # a block's input is saved by all
 
 
 def rematerialised(f: Callable, remat: str) -> Callable:
-    """f, whose backward pass recomputes what the policy does not save."""
+    """f, whose backward pass recomputes what the policy `remat` does not save."""
     if (policy := REMAT[remat].policy) is None:
         return f
-    # Inside a scan nothing can be merged across iterations, so the guard against that only costs.
+    # XLA cannot merge the recomputation with the forward pass of a scan, so preventing that would only cost time.
     return jax.checkpoint(f, policy=policy, prevent_cse=False)

@@ -83,7 +83,7 @@ class Norm(NamedTuple):
     meaning: str
     params: Callable  # (dim) -> declarations
     apply: Callable  # (params, x, eps) -> x
-    reads: tuple[str, ...] = ()  # settings of ModelConfig that it alone reads
+    reads: tuple[str, ...] = ()  # settings of ModelConfig that only it reads
 
 
 def scale_params(dim: int) -> dict[str, Param]:
@@ -137,9 +137,9 @@ def llama3_frequencies(cfg: AttentionConfig, head_dim: int) -> jax.Array:
 class Positions(NamedTuple):
     meaning: str
     params: Callable  # (cfg) -> declarations beside the token embedding
-    # (cfg.attention, head size) -> radians a position by which queries and keys turn, [K/2]; None: they do not
+    # (cfg.attention, head size) -> rotation of queries and keys in radians per position, [K/2]; None: no rotation
     frequencies: Callable[[AttentionConfig, int], jax.Array] | None = None
-    reads: tuple[str, ...] = ()  # settings of AttentionConfig that it alone reads
+    reads: tuple[str, ...] = ()  # settings of AttentionConfig that only it reads
 
 
 STRETCHED = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len")
@@ -157,12 +157,12 @@ POSITIONS = {
 
 
 def pattern(cfg: ModelConfig) -> tuple[str, ...]:
-    """The attention kinds of one period."""
+    """Attention kinds of one period of layers."""
     return cfg.pattern or (cfg.attention.kind,)
 
 
 def layers_at(cfg: ModelConfig, place: int) -> int:
-    """How many layers stand at this place of the period."""
+    """Number of layers at this position in the pattern."""
     period = len(pattern(cfg))
     return (cfg.num_layers - place + period - 1) // period
 
@@ -181,7 +181,7 @@ def block_params(cfg: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def model_params(cfg: ModelConfig) -> dict[str, Any]:
-    """Declarations of the whole model; `blocks` holds one stack for each place of the pattern."""
+    """Declarations of the whole model; `blocks` holds one stack of layers per position in the pattern."""
     specs = dict(
         embedding=Param((cfg.vocab_size, cfg.dim), ("vocab", "embed"), "embedding"),
         **POSITIONS[cfg.positions].params(cfg),
@@ -199,7 +199,7 @@ def model_params(cfg: ModelConfig) -> dict[str, Any]:
 
 # ---- functions
 
-EMBEDDING, ATTENTION_WEIGHTS, ATTENTION_OUT, MLP_OUT = range(4)  # sites of dropout, folded into its keys
+EMBEDDING, ATTENTION_WEIGHTS, ATTENTION_OUT, MLP_OUT = range(4)  # dropout sites, folded into the keys
 
 
 def fold(keys_B: jax.Array | None, data: Any) -> jax.Array | None:
@@ -213,8 +213,8 @@ def drop(x: jax.Array, keys_B: jax.Array | None, site: int, rate: float) -> jax.
 def block(
     params: Any, x: jax.Array, cfg: ModelConfig, kind: AttentionKind, ctx: Context
 ) -> tuple[jax.Array, Stacks, Aux]:
-    """x + attention(norm(x)), then x + mlp(norm(x)), [B, S, D] -> [B, S, D]; the cache's stacks; and auxiliary sums. With
-    post_norms each addition is normed."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), [B, S, D] -> [B, S, D]; the updated cache stacks; and auxiliary sums.
+    With post_norms the outputs of attention and MLP are normalised before they are added."""
 
     def norm(name: str, x: jax.Array) -> jax.Array:
         return NORMS[cfg.norm].apply(params[name], x, cfg.norm_eps)
@@ -241,15 +241,15 @@ def embed(params: Any, tokens_BS: jax.Array, positions_BS: jax.Array, cfg: Model
 
 
 class Cache(NamedTuple):
-    """The keys and values of the tokens so far. Rows of different length end together: they are padded at their beginnings."""
+    """Keys and values of the tokens so far. Rows of different lengths are left-padded, so that they end together."""
 
-    stacks: tuple[Stacks, ...]  # of each place in the pattern, [layers, B, T, G, K]
+    stacks: tuple[Stacks, ...]  # one per position in the pattern, [layers, B, T, G, K]
     now: jax.Array  # int32 [], time of the next token
     first_B: jax.Array  # int32 [B], time of each row's first token
 
 
 def new_cache(cfg: ModelConfig, first_B: jax.Array, length: int) -> Cache:
-    """An empty cache for rows of at most `length` tokens, padding included; a window's layers keep no more than it sees."""
+    """An empty cache for rows of at most `length` tokens, padding included; sliding layers store only their window."""
     _, G, K = sizes(cfg.attention, cfg.dim)
 
     def empty(place: int, kind: str) -> Stacks:
@@ -261,8 +261,8 @@ def new_cache(cfg: ModelConfig, first_B: jax.Array, length: int) -> Cache:
 
 
 class Hidden(NamedTuple):
-    x_BSD: jax.Array  # final-normed activations in cfg.dtype, from which `logits` or the loss go on
-    cache: Cache | None  # with these tokens
+    x_BSD: jax.Array  # activations after the final norm in cfg.dtype, the input of `logits` and of the loss
+    cache: Cache | None  # updated with these tokens
     aux: Aux  # summed over the layers
 
 
@@ -276,11 +276,11 @@ def hidden(
     dropout_keys: jax.Array | None = None,
     cache: Cache | None = None,
 ) -> Hidden:
-    """The forward pass.
+    """The forward pass up to the final norm.
 
-    positions: [B, S], 0, 1, 2, ... if None; segments: [B, S], documents that do not see each other; dropout_keys: [B], one
-    key a row (already folded with seed, step and row); None: no dropout. cache: of the tokens before these, which are either
-    the first ones of all rows (a new cache), or one; positions and segments then follow from it.
+    positions: [B, S]; None: 0, 1, 2, ... segments: [B, S], tokens see only tokens of an equal number. dropout_keys: [B], one key
+    per row (already folded with seed, step and row); None: no dropout. cache: keys and values of the preceding tokens; tokens_BS
+    then holds the first tokens of all rows (new cache) or one token per row, and positions and segments follow from the cache.
     """
     S = tokens_BS.shape[1]
     if cache is not None:
@@ -312,7 +312,7 @@ def hidden(
 
     layers = [rematerialised(functools.partial(layer, place), cfg.remat) for place in range(len(kinds))]
 
-    # Without a cache the carry holds empty trees in its place: there is one way through the layers.
+    # Without a cache the carry holds empty tuples in its place, so that one scan body serves both cases.
     def body(carry: tuple[jax.Array, list[Stacks], Aux], scanned: tuple[jax.Array, tuple]) -> tuple[tuple, None]:
         (x, stacks, total), (period, places) = carry, scanned
         stacks = list(stacks)
@@ -337,23 +337,23 @@ def hidden(
 
 
 def head_name(cfg: ModelConfig) -> str:
-    """The parameter that is the head: [D, V], or, where tied, the embedding [V, D]."""
+    """Name of the parameter that is the head: "head" [D, V], or "embedding" [V, D] if tied."""
     return "embedding" if cfg.tie_embeddings else "head"
 
 
 def head_weight(head: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """This parameter in cfg.dtype, whole along fsdp."""
+    """The head's parameter in cfg.dtype, all-gathered along fsdp."""
     return gather(head, model_params(cfg)[head_name(cfg)], cfg.dtype)
 
 
 def head_logits(w: jax.Array, x: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """float32 [..., V] of what `head_weight` returned: products of the compute dtype summed and capped in float32."""
+    """float32 logits [..., V]; w: from `head_weight`. Products in the compute dtype, summed and soft-capped in float32."""
     y = matmul(x, w, transposed=cfg.tie_embeddings, dtype=jnp.float32)
     return softcap(y, cfg.logit_softcap)
 
 
 def logits(params: Any, x_BSD: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """float32 logits [B, S, V] of what `hidden` returned."""
+    """float32 logits [B, S, V] from `hidden`'s x_BSD."""
     return head_logits(head_weight(params[head_name(cfg)], cfg), x_BSD, cfg)
 
 

@@ -59,7 +59,7 @@ def host_count(devices: Sequence[Any]) -> int:
 
 
 def longest_line(coords: Sequence[tuple[int, ...]]) -> int:
-    """Largest k for which an axis's devices, split into consecutive groups of k, lie on one line of the torus per group.
+    """Largest k for which each consecutive group of k devices of an axis lies on one line of the torus; all if all do.
 
     [(0, 0), (0, 1), (1, 0), (1, 1)] -> 2. A collective along a line uses its ring. For one over a whole torus, XLA's TPU compiler
     turns reduce-scatters, in three dimensions also all-gathers, into all-reduces, which send twice as much.

@@ -47,7 +47,7 @@ def partition(p: Param, *, gathered: bool = False) -> P:
 
 
 def check_divisible(specs: Any, mesh: Mesh) -> None:
-    """Raises ValueError for a dimension that the mesh does not divide, with the parameter, its axis, the mesh axis and both sizes."""
+    """Raises ValueError if the mesh does not divide a dimension, naming the parameter, its axis, the mesh axis and both sizes."""
     for name, p in named(specs):
         for axis, size, axes in zip(p.full_axes, p.full_shape, mesh_axes(p), strict=True):
             n = devices_along(axes, mesh)

@@ -178,7 +178,7 @@ def whole(w: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """w all-gathered, one axis at a time, along a dimension that is sharded over these mesh axes. Its transpose reduce-scatters the
     gradient the same way.
 
-    Sent as matrices with the devices along dimension 0: XLA's TPU compiler uses all-reduces instead for scatters along a last
+    Sent as matrices, stacked along a new dimension of devices: XLA's TPU compiler substitutes all-reduces for scatters along a last
     dimension, for small gathers with more dimensions, and for matrices whose width it cannot halve often enough.
     """
     w = jnp.moveaxis(w, dim, 0)

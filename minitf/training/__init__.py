@@ -1,1 +1,1 @@
-"""The optimizer and the step."""
+"""The optimizer, the train state, and the train and eval steps."""

@@ -1,4 +1,4 @@
-"""Scores of an evaluation, from the sums over each row that `eval_step` gives."""
+"""Evaluation metrics, from the per-row sums of `eval_step`."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,20 +13,20 @@ from minitf.training.step import Batch
 def totals(
     step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, batches: Iterator[Batch]
 ) -> dict[str, np.ndarray]:
-    """What `eval_step` gives for each row of all batches that holds tokens, float64 on the host."""
+    """Per-row sums of `eval_step` for all rows of all batches that hold tokens, float64 on the host."""
     found = [jax.device_get(step_fn(params, batch)) for batch in batches]
     rows = {name: np.concatenate([f[name] for f in found]).astype(np.float64) for name in found[0]}
     return {name: values[rows["tokens"] > 0] for name, values in rows.items()}
 
 
 def scores(rows: dict[str, np.ndarray], text_bytes: int | None = None) -> dict[str, float]:
-    """Of the rows that `totals` gives: loss (nats a token), each token counted once; its standard error, rows being drawn at
-    random; perplexity; bits per byte, of `text_bytes` where they are known apart from the tokens."""
+    """Loss (nats per token, all tokens weighted equally), its standard error (rows taken as a random sample), perplexity, and bits per
+    byte if bytes are known, from the rows of `totals`. text_bytes: number of bytes of the text; None: counted by the rows."""
     nats, tokens, n = rows["nats"], rows["tokens"], len(rows["tokens"])
     loss = nats.sum() / max(tokens.sum(), 1)
     values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
     if n > 1:
-        # Of a ratio of two sums (Cochran, Sampling Techniques, 1977, 2.11): rows may hold different numbers of tokens.
+        # Standard error of a ratio of sums (Cochran, Sampling Techniques, 1977, 2.11): rows may differ in their number of tokens.
         values["standard_error"] = math.sqrt(n / (n - 1) * np.sum((nats - loss * tokens) ** 2)) / tokens.sum()
     text_bytes = rows["bytes"].sum() if text_bytes is None and "bytes" in rows else text_bytes
     if text_bytes:
@@ -37,8 +37,8 @@ def scores(rows: dict[str, np.ndarray], text_bytes: int | None = None) -> dict[s
 def evaluate(
     step_fn: Callable[[Any, Batch], dict[str, jax.Array]], params: Any, datasets: dict[str, Iterator[Batch]]
 ) -> dict[str, float]:
-    """`scores` over the batches of all datasets together, as eval/NAME, and how many tokens they stand on; of several, each one's
-    as eval/DATASET/NAME, too."""
+    """`scores` over the batches of all datasets together and their number of tokens, as eval/NAME; with several datasets also those
+    of each, as eval/DATASET/NAME."""
     each = {name: totals(step_fn, params, batches) for name, batches in datasets.items()}
     every = {key: np.concatenate([rows[key] for rows in each.values()]) for key in next(iter(each.values()))}
     parts = {"": every} | ({f"{name}/": rows for name, rows in each.items()} if len(each) > 1 else {})

@@ -1,4 +1,4 @@
-"""From a config and the parameters' declarations to an optax transformation and its learning-rate schedule."""
+"""Builds an optax transformation and its learning-rate schedule from a config and the parameters' declarations."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from minitf.params import Param, tree_map
 from minitf.settings import setting
 
 MOMENT_DTYPES = {"float32": "4 bytes a parameter", "bfloat16": "2 bytes a parameter"}
-AFTER_NONFINITE = {"stop": "the run ends, status 4", "skip": "the update is left out"}  # it is never applied
+AFTER_NONFINITE = {"stop": "the run ends, status 4", "skip": "the update is left out"}  # the update is never applied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class OptimizerConfig:
     )
 
 
-# ---- schedules: f(cfg, steps after warm-up) -> rate of the update i = 0, 1, ... steps - 1 after warm-up
+# ---- schedules: f(cfg, steps after warm-up) -> learning rate of update i = 0, 1, ... steps - 1 after warm-up
 
 
 def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -57,21 +57,21 @@ def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def linear_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Share i / steps of the way from the peak to the end: update 0 has the peak, an update `steps` would have the end."""
+    """A line from the peak at update 0 to the end, which an update `steps` would have: update i is i / steps of the way."""
     return optax.linear_schedule(cfg.learning_rate, cfg.end_learning_rate, steps)
 
 
 def cosine_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Half a cosine over the same way as `linear` (arXiv:1608.03983)."""
+    """Half a cosine between the same end points as `linear_decay` (arXiv:1608.03983)."""
     return optax.cosine_decay_schedule(cfg.learning_rate, steps, alpha=cfg.end_learning_rate / cfg.learning_rate)
 
 
 def warmup_stable_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The peak, then a line over the last decay_steps = d updates (MiniCPM, arXiv:2404.06395): the last before them has the peak,
-    they have shares 1 / (d + 1), ... d / (d + 1) of the way to the end, which an update after the last would have."""
+    """The peak, then a line over the last decay_steps = d updates (MiniCPM, arXiv:2404.06395): the update before them has the peak,
+    they are 1 / (d + 1), ... d / (d + 1) of the way to the end, which an update after the last would have."""
     total = steps + cfg.warmup_steps
     decay = min(max(1, total // 5 if cfg.decay_steps is None else cfg.decay_steps), steps)
-    last = steps - decay - 1  # that has the peak
+    last = steps - decay - 1  # last update at the peak
     line = linear_decay(cfg, decay + 1)
     return lambda count: line(jnp.maximum(count - last, 0))
 
@@ -93,9 +93,9 @@ SCHEDULES = {
 
 
 def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Rate of the update that optimizer step 0, 1, ... applies; the same function trains and is logged."""
+    """Learning rate of the update at optimizer step 0, 1, ...; the schedule that trains is also the one that is logged."""
     after = steps - cfg.warmup_steps
-    # A warm-up as long as the run is a ramp and nothing else.
+    # If the warm-up is as long as the run, the schedule is the ramp alone.
     main = SCHEDULES[cfg.schedule].make(cfg, after) if after > 0 else constant(cfg, 0)
     if cfg.warmup_steps == 0:
         return main
@@ -112,12 +112,12 @@ def decays(p: Param, cfg: OptimizerConfig) -> bool:
 
 
 def decay_mask(specs: Any, cfg: OptimizerConfig) -> Any:
-    """By kind, never by the number of dimensions: a stacked norm scale has two."""
+    """Which parameters decay: by kind, never by the number of dimensions, as a stacked norm scale has two."""
     return tree_map(lambda p: decays(p, cfg), specs)
 
 
 def per_layer(make: Callable[[], optax.GradientTransformation], specs: Any) -> optax.GradientTransformation:
-    """A rule that looks at whole arrays (their norm, their two largest dimensions) applied to each layer of a stack by itself."""
+    """Applies to each layer of a stack separately a rule that reads whole arrays (their norm, their two largest dimensions)."""
 
     def mapped(depth: int) -> optax.GradientTransformation:
         tx = make()
@@ -138,7 +138,7 @@ def sgd(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.Gra
 
 
 def adamw(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Decoupled weight decay, arXiv:1711.05101; the decay is multiplied with the rate."""
+    """Decoupled weight decay, arXiv:1711.05101; the decay is multiplied by the learning rate."""
     return optax.adamw(
         schedule,
         cfg.b1,
@@ -158,17 +158,17 @@ def lion(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.Gr
 
 
 def adafactor(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """arXiv:1804.04235. The rate is relative: an update has that share of its array's root mean square."""
+    """arXiv:1804.04235. The learning rate is relative: the size of an update is that fraction of its array's root mean square."""
     return optax.chain(
         per_layer(lambda: optax.adafactor(schedule), specs),
-        # Adafactor's updates are scaled and negated already.
+        # Adafactor's updates are already scaled by the learning rate and negated.
         optax.add_decayed_weights(lambda count: -cfg.weight_decay * schedule(count), decay_mask(specs, cfg)),
     )
 
 
 def muon_with_adamw(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Muon for matrices, AdamW for tables, head, scales and biases; updates of matrices are scaled to AdamW's size
-    (0.2 x sqrt of the larger dimension, arXiv:2502.16982), so that one rate and one decay serve both."""
+    """Muon for matrices, AdamW for tables, head, scales and biases. Updates of matrices are scaled to AdamW's size
+    (0.2 x sqrt of the larger dimension, arXiv:2502.16982), so that both share one learning rate and one weight decay."""
 
     def dimensions(p: Param) -> MuonDimensionNumbers:
         split = len(p.stack) + p.inputs
@@ -215,6 +215,6 @@ OPTIMIZERS = {
 
 
 def make_optimizer(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clipping by global norm, then the optimizer; takes gradients of the accumulated loss."""
+    """Clipping by global norm, then the optimizer; its input is the accumulated gradient."""
     tx = OPTIMIZERS[cfg.kind].make(cfg, specs, schedule)
     return tx if cfg.clip_norm is None else optax.chain(optax.clip_by_global_norm(cfg.clip_norm), tx)

@@ -1,4 +1,4 @@
-"""The train state, its abstract form, and where its arrays live."""
+"""The train state, its abstract form and its shardings."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from minitf.sharding.rules import partition, shardings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    step: jax.Array  # int32 []: optimizer steps begun
-    skipped: jax.Array  # int32 []: of these, steps whose update was not finite and not applied
+    step: jax.Array  # int32 []: optimizer steps taken, skipped ones included
+    skipped: jax.Array  # int32 []: steps whose update was not applied because it was not finite
     params: Any
     opt_state: Any
 
@@ -33,14 +33,14 @@ def init_state(key: jax.Array, specs: Any, tx: optax.GradientTransformation) -> 
 
 
 def abstract_state(specs: Any, tx: optax.GradientTransformation) -> TrainState:
-    """Shapes and dtypes of the state, without forming it."""
-    # Not through init_state: the shapes are declared, and tracing the random numbers takes longer than all else here.
+    """Shapes and dtypes of the state, without allocating it."""
+    # Not through init_state: the shapes are declared, and tracing the random initialisation takes longer than all else here.
     return jax.eval_shape(functools.partial(first_state, tx=tx), abstract_params(specs))
 
 
 def like_param(p: Param, shape: tuple[int, ...]) -> P:
-    """The partition of an optimizer's array that belongs to a parameter: the parameter's own where the shape is the same;
-    where it lacks some dimensions (factored moments), that of the dimensions left; else replicated."""
+    """PartitionSpec of an optimizer's array that belongs to a parameter: the parameter's own if the shapes are equal; that of the
+    remaining dimensions if some are missing (factored moments); else replicated."""
     full = partition(p)
     axes, left = [], list(zip(p.full_shape, full, strict=True))
     for size in shape:
@@ -53,7 +53,7 @@ def like_param(p: Param, shape: tuple[int, ...]) -> P:
 
 
 def state_shardings(specs: Any, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A NamedSharding for each array of the state. An optimizer's array belongs to the parameter whose path ends its own."""
+    """A NamedSharding for each array of the state. An optimizer's array belongs to the parameter whose path is a suffix of its own."""
     by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_param))
 
     def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:

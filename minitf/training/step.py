@@ -1,4 +1,4 @@
-"""One step: gradients, update and metrics; and the step of evaluation. Pure functions of state and batch."""
+"""The train step (gradients, update, metrics) and the eval step: pure functions of state and batch."""
 
 import functools
 import zlib
@@ -21,20 +21,20 @@ Batch = dict[str, jax.Array]
 
 
 class StepConfig(Protocol):
-    """What a step needs to know. A run's whole config is one."""
+    """The settings that a step reads; a run's config has them all."""
 
     model: ModelConfig
     loss: LossConfig
-    mesh: MeshConfig  # its collectives
-    accumulation: int  # microbatches
-    seed: int  # of dropout
+    mesh: MeshConfig  # only its collectives
+    accumulation: int  # number of microbatches
+    seed: int  # seed of dropout
 
 
 # ---- training
 
 
 def dropout_keys(cfg: StepConfig, step: jax.Array, rows: jax.Array) -> jax.Array | None:
-    """One key for each row of the global batch: a function of seed, step and row alone."""
+    """One key for each row of the global batch, a function of seed, step and row alone; None: no dropout."""
     if not (cfg.model.dropout or cfg.model.attention.dropout):
         return None
     key = jax.random.fold_in(jax.random.key(cfg.seed), zlib.crc32(b"dropout"))
@@ -44,14 +44,14 @@ def dropout_keys(cfg: StepConfig, step: jax.Array, rows: jax.Array) -> jax.Array
 def row_sums(
     params: Any, batch: Batch, cfg: StepConfig, keys: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(what is to be minimised, summed over the batch; weighted sums of losses over each row, [B], without a gradient)"""
+    """(the objective, summed over the batch; weighted sums of the losses over each row, [B], without a gradient)"""
     positions, segments = batch.get("positions"), batch.get("segments")
     found = hidden(params, batch["inputs"], cfg.model, positions=positions, segments=segments, dropout_keys=keys)
     return loss_sums(params, found.x_BSD, batch["targets"], batch["weights"], cfg.model, cfg.loss)
 
 
 def accumulated(f: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
-    """The sum of f over `parts` microbatches, one after the other. Microbatch i takes rows i, i + parts, ..., so that each
+    """Sum of f over `parts` microbatches, computed in sequence. Microbatch i takes rows i, i + parts, ..., so that each
     device works on its own rows."""
     if parts == 1:
         return f(batch)
@@ -63,8 +63,8 @@ def accumulated(f: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
 
 def gradients(params: Any, batch: Batch, step: jax.Array, cfg: StepConfig) -> tuple[dict[str, jax.Array], Any]:
     """(mean losses, gradient) of the batch: sums over its tokens divided by the sum of its weights, so that neither accumulation
-    nor padding nor the mesh changes them. Divided at the end: divided by the number of tokens, what goes back through the layers
-    would vanish in 16 bits."""
+    nor padding nor the mesh changes them. The division comes last: gradients of activations, divided by the number of tokens, would
+    underflow in 16 bits."""
 
     def loss_fn(params: Any, micro: Batch, step: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         total, sums = row_sums(params, micro, cfg, dropout_keys(cfg, step, micro["rows"]))
@@ -87,7 +87,7 @@ def gradients(params: Any, batch: Batch, step: jax.Array, cfg: StepConfig) -> tu
 
 
 def group_norms(kind: str, tree: Any) -> dict[str, jax.Array]:
-    """Norms by group of parameters, tagged `norm/KIND/GROUP`."""
+    """Norms by group of parameters, as `norm/KIND/GROUP`."""
     squares: dict[str, Any] = {}
     for name, leaf in named(tree):
         group = group_of(name)
@@ -98,8 +98,8 @@ def group_norms(kind: str, tree: Any) -> dict[str, jax.Array]:
 def train_step(
     state: TrainState, batch: Batch, *, cfg: StepConfig, tx: optax.GradientTransformation, schedule: optax.Schedule
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step: accumulate, measure the norm, clip, update. An update that is not finite, or makes a parameter so, is
-    not applied, and leaves the optimizer's state as it was."""
+    """One optimizer step: accumulated gradient, its norm, clipping, update. An update that is not finite, or would make a parameter
+    so, is not applied and leaves the optimizer's state unchanged."""
     losses, grads = gradients(state.params, batch, state.step, cfg)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(norm)
@@ -107,7 +107,7 @@ def train_step(
     def apply(carry: Any) -> Any:
         _, params, opt_state, _, _ = carry
         updates, new_state = tx.update(grads, opt_state, params)
-        updates = jax.lax.optimization_barrier(updates)  # formed once, for norms and sum
+        updates = jax.lax.optimization_barrier(updates)  # computed once, for norms and addition
         new_params, norms = optax.apply_updates(params, updates), group_norms("update", updates)
         would_be = group_norms("parameter", new_params)
         ok = jnp.all(jnp.isfinite(jnp.stack([*norms.values(), *would_be.values()])))
@@ -115,8 +115,8 @@ def train_step(
         norms = {name: jnp.where(ok, value, 0.0) for name, value in norms.items()}
         return jnp.bool_(False), kept(new_params, params), kept(new_state, opt_state), norms, ok
 
-    # A loop of at most one turn and not a `cond`: what a loop carries is written where it stands, a branch has its own copy. The
-    # update is formed inside: before the loop, XLA's CPU compiler lets collectives of several devices wait for one another.
+    # A loop of at most one iteration, not a `cond`: a loop updates its carry in place, a branch copies it. The update is computed
+    # inside: before the loop, XLA's CPU compiler lets collectives of several devices deadlock.
     none = jax.tree.map(jnp.zeros_like, jax.eval_shape(functools.partial(group_norms, "update"), state.params))
     _, params, opt_state, update_norms, finite = jax.lax.while_loop(
         lambda carry: carry[0], apply, (finite, state.params, state.opt_state, none, jnp.bool_(False))
@@ -133,7 +133,7 @@ def train_step(
         **group_norms("parameter", params),
         "finite": finite,
         "batch": checksum(batch["inputs"]),
-        "tokens": jnp.sum(batch["weights"] > 0, dtype=jnp.int32),  # targets that count: neither padding nor masked
+        "tokens": jnp.sum(batch["weights"] > 0, dtype=jnp.int32),  # targets with a weight: neither padding nor masked
     }
     return TrainState(state.step + 1, skipped, params, opt_state), metrics
 
@@ -142,7 +142,8 @@ def train_step(
 
 
 def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg: StepConfig) -> dict[str, jax.Array]:
-    """Sums over each row of a batch, [B]: nats, tokens, and bytes of the tokens' text where the tokenizer is known."""
+    """Sums over each row of a batch, [B]: nats, tokens, and bytes of the tokens' text. byte_lengths: bytes per token id; None: bytes are
+    not counted."""
     sums = {"nats": row_sums(params, batch, cfg)[1]["loss"], "tokens": jnp.sum(batch["weights"], axis=-1)}
     if byte_lengths is not None:
         sums["bytes"] = jnp.sum(byte_lengths[batch["targets"]] * batch["weights"], axis=-1)
