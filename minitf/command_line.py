@@ -1,4 +1,4 @@
-"""The command line of a config: files, overrides, help, and how a mistake ends."""
+"""The command line of a config: file, overrides, help, and the exit on a user's mistake."""
 
 import argparse
 import dataclasses
@@ -12,11 +12,11 @@ from minitf.config import Config, freeze, known_steps, load_file, type_name, val
 from minitf.settings import Field, hints, split_optional
 from minitf.tables import did_you_mean
 
-# ---- overrides. ml_collections' config_flags would do, but for its messages: it names neither the nearest setting nor its type.
+# ---- overrides. Not ml_collections' config_flags: its messages name neither the nearest setting nor its type.
 
 
 def parse_value(name: str, text: str, annotation: Any) -> Any:
-    """Text from the command line in the setting's type. Raises ValueError naming the setting, its value and its type."""
+    """Text from the command line as a value of the setting's type. Raises ValueError naming the setting, the text and the type."""
     kind, can_be_none = split_optional(annotation)
     if can_be_none and text == "None":
         return None
@@ -26,7 +26,7 @@ def parse_value(name: str, text: str, annotation: Any) -> Any:
             if rest == [...]:
                 words = [t.strip() for t in text.strip("()[] ").split(",")]
                 return tuple(parse_value(name, t.strip("'\""), item) for t in words if t)
-            # A pair: PATH:WEIGHT in a list of such, START,STEPS alone.
+            # A pair: PATH:WEIGHT as an item of a list, START,STEPS as a value.
             first, separator, last = text.rpartition(":")
             if not separator:
                 first, separator, last = text.strip("()[] ").rpartition(",")
@@ -42,7 +42,7 @@ def parse_value(name: str, text: str, annotation: Any) -> Any:
 
 
 def find(name: str) -> Any:
-    """The annotation of a setting by its dotted name. Raises ValueError naming the nearest known name."""
+    """Type annotation of the setting with this dotted name. Raises ValueError naming the nearest known name."""
     cls, done = Config, []
     parts = name.split(".")
     for i, part in enumerate(parts):
@@ -66,8 +66,8 @@ def find(name: str) -> Any:
 
 
 def split_overrides(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """(the other arguments, values by dotted name) of `--config.NAME=VALUE`, `--config.NAME VALUE`, and for booleans
-    `--config.NAME`, `--noconfig.NAME`; they may stand anywhere."""
+    """(other arguments, dotted name -> value). Overrides are `--config.NAME=VALUE`, `--config.NAME VALUE`, and for booleans
+    `--config.NAME`, `--noconfig.NAME`, at any position."""
     others, overrides = [], {}
     words = iter(argv)
     for word in words:
@@ -96,7 +96,7 @@ def split_overrides(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def parse_args(argv: list[str], parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:
-    """The parser's own arguments, `--config` among them, and the config after overrides, checked."""
+    """(the parser's own arguments, `--config` among them; the validated config after overrides)."""
     parser.add_argument(
         "--help_settings",
         nargs="?",
@@ -121,8 +121,8 @@ def parse_args(argv: list[str], parser: argparse.ArgumentParser) -> tuple[argpar
 
 
 def shortened(cfg: Config, file: Config, overrides: dict[str, Any]) -> Config:
-    """The config where the command line gives the run a length that the config file's warm-up or decay does not fit into: these in
-    proportion, said in a line. What the command line gives itself stays, to be refused where it does not fit."""
+    """The config, with the file's warm-up and decay scaled in proportion if the command line makes the run too short for them; prints
+    what changed. Values given on the command line itself are left, and refused later if they do not fit."""
     lengths = [known_steps(c) for c in (file, cfg)]
     if None in lengths or lengths[0] == lengths[1] or 0 in lengths:
         return cfg
@@ -141,13 +141,13 @@ def shortened(cfg: Config, file: Config, overrides: dict[str, Any]) -> Config:
 
 
 def fail(message: str) -> NoReturn:
-    """One clear message and the status of a user's mistake."""
+    """Prints the message and exits with status 2, a user's mistake."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def require(name: str, value: Any, ok: bool, constraint: str) -> None:
-    """For arguments of a command line that are no settings."""
+    """Raises ValueError unless ok; for command-line arguments that are not settings."""
     if not ok:
         raise ValueError(f"{name}={value}: must be {constraint}")
 
@@ -160,7 +160,7 @@ def limits(field: Field) -> str:
 
 
 def readers(name: str) -> list[str]:
-    """The kinds that read a setting, as SETTING=KIND; [] where all do."""
+    """The kinds that read a setting, as SETTING=KIND; [] if all do."""
     found = []
     for choice in checks.choices(Config):
         for kind, entry in choice.table.items():
@@ -170,7 +170,7 @@ def readers(name: str) -> list[str]:
 
 
 def selected(name: str | None) -> list[Field]:
-    """The settings of this name or section; all of them for None. Raises ValueError for an unknown name."""
+    """The setting of this name, or the settings of this section; None: all. Raises ValueError for an unknown name."""
     known = settings.fields(Config)
     found = [f for f in known if name is None or f.name == name or f.name.startswith(name + ".")]
     if not found:
@@ -181,7 +181,7 @@ def selected(name: str | None) -> list[Field]:
 
 
 def help_settings(name: str | None) -> str:
-    """Name, type, default, meaning, limits and known values of settings, for a terminal."""
+    """Name, type, default, meaning, limits and known values of settings, as text for a terminal."""
     lines = []
     for f in selected(name):
         lines.append(f"--config.{f.name}: {type_name(f.kind)}{' or None' * f.optional} = {f.default!r}")
@@ -197,7 +197,7 @@ def help_settings(name: str | None) -> str:
 
 
 class HelpSettings(argparse.Action):
-    """As --help does: needs no other argument, and exits."""
+    """Like --help: needs no other argument, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> NoReturn:
         _, name, _ = args

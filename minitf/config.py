@@ -1,4 +1,4 @@
-"""All settings: the *Config dataclasses, each declared beside its use, put together; their stored form; and the relations between
+"""The whole config, from the *Config dataclasses that are each declared beside their use; its stored form; and constraints between
 settings."""
 
 import dataclasses
@@ -32,7 +32,7 @@ from minitf.training.optimizer import SCHEDULES, OptimizerConfig
 
 
 def seconds(name: str, text: str) -> float:
-    """Seconds of a time such as 11h30m, 90m or 1d12h. Raises ValueError naming the setting."""
+    """Seconds of a duration such as 11h30m, 90m or 1d12h. Raises ValueError naming the setting."""
     parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
     if not parts or not any(parts.groups()):
         raise ValueError(f"{name}={text}: must be a time such as 11h30m, 90m or 45s")
@@ -43,7 +43,7 @@ def seconds(name: str, text: str) -> float:
 
 
 def compiler_options(name: str, words: tuple[str, ...]) -> dict[str, str]:
-    """Options of XLA by name, for `jax.jit`, from NAME=VALUE words. Raises ValueError naming the setting for what is not of this
+    """XLA options, name -> value, for `jax.jit`, from NAME=VALUE words. Raises ValueError naming the setting for a word of another
     form, and for a name given twice."""
     found: dict[str, str] = {}
     for word in words:
@@ -52,14 +52,14 @@ def compiler_options(name: str, words: tuple[str, ...]) -> dict[str, str]:
             raise ValueError(f"{name}: {word!r}: must be NAME=VALUE, as in xla_tpu_scoped_vmem_limit_kib=98304")
         if option in found:
             raise ValueError(f"{name}: {word!r}: is there twice")
-        # XLA knows truth by these words alone.
+        # XLA accepts only these spellings of booleans.
         found[option] = {"true": "True", "false": "False"}.get(value.lower(), value)
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class CompilerOptions:
-    """Options of XLA, each NAME=VALUE, for the programs of training and evaluation on a platform."""
+    """XLA options, each NAME=VALUE, for the train and eval steps, by platform."""
 
     cpu: tuple[str, ...] = setting((), "XLA options on CPUs, NAME=VALUE,...", check=compiler_options, may_change=True)
     gpu: tuple[str, ...] = setting((), "XLA options on GPUs, NAME=VALUE,...", check=compiler_options, may_change=True)
@@ -142,12 +142,12 @@ def to_dict(cls: type) -> ml_collections.ConfigDict:
 
 
 def default() -> ml_collections.ConfigDict:
-    """Every setting at its default, locked: the start of each config file."""
+    """All settings at their defaults, locked; config files start from it."""
     return to_dict(Config).lock()
 
 
 def of_type(name: str, value: Any, annotation: Any) -> Any:
-    """The value in its field's type. Raises ValueError naming the setting."""
+    """The value converted to its field's type. Raises ValueError naming the setting."""
     kind, can_be_none = split_optional(annotation)
     if value is None and can_be_none:
         return None
@@ -172,7 +172,7 @@ def type_name(annotation: Any) -> str:
 
 
 def freeze(tree: Any, cls: type = Config, prefix: str = "") -> Any:
-    """A ConfigDict or dict as dataclasses. Raises ValueError for unknown names and wrong types."""
+    """A ConfigDict or dict as an instance of cls. Raises ValueError for unknown names and wrong types."""
     annotations = hints(cls)
     values = {}
     for name, value in tree.items():
@@ -193,10 +193,10 @@ def freeze(tree: Any, cls: type = Config, prefix: str = "") -> Any:
 
 
 def load_file(path: str) -> ml_collections.ConfigDict:
-    """What get_config() of a config file returns; `FILE:ARGUMENT` calls get_config(ARGUMENT). Raises ValueError with file and
-    line for what is wrong in it."""
+    """The result of a config file's get_config(), or of get_config(ARGUMENT) for `FILE:ARGUMENT`. Raises ValueError with file and
+    line for an error in the file."""
     given(path, "--config")
-    path = os.path.expanduser(path)  # as it is written: messages name it so
+    path = os.path.expanduser(path)  # stays a string, so that messages show it as the user wrote it
     file, _, argument = path.partition(":") if not os.path.exists(path) else (path, "", "")
     if not os.path.isfile(file):
         raise ValueError(f"--config {path}: no such file")
@@ -210,7 +210,7 @@ def load_file(path: str) -> ml_collections.ConfigDict:
         if not callable(get_config):
             raise ValueError("it has no function get_config()")
         cfg = get_config(argument) if argument else get_config()
-    except Exception as e:  # whatever the user's file raises is the user's to mend
+    except Exception as e:  # any exception in the user's file is the user's to fix
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
         if isinstance(e, SyntaxError) and e.filename == file and e.lineno:
             lines.append(e.lineno)
@@ -225,7 +225,7 @@ def load_file(path: str) -> ml_collections.ConfigDict:
 
 
 def message_of(e: Exception) -> str:
-    """An exception's message; of ml_collections' long ones, which quote the whole config, the first sentence and the near name."""
+    """An exception's message; ml_collections' quote the whole config and are cut to the first sentence and the suggested name."""
     while e.args and isinstance(e.args[0], Exception):  # its AttributeError wraps a KeyError
         e = e.args[0]
     text = e.msg if isinstance(e, SyntaxError) else str(e.args[0] if isinstance(e, KeyError) and e.args else e)
@@ -234,9 +234,9 @@ def message_of(e: Exception) -> str:
     return f"{first}; did you mean {near[1]!r}?" if near else first
 
 
-# ---- stored: in config.json, checkpoints and TensorBoard
+# ---- the stored form, in config.json, checkpoints and TensorBoard
 
-STORED_VERSION = 2  # of the stored form. 1 has no number; its model.remat "none" is today's "products".
+STORED_VERSION = 2  # Version 1 is stored without a number; its model.remat "none" is today's "products".
 
 
 def stored(cfg: Config) -> dict[str, Any]:
@@ -248,8 +248,8 @@ def to_json(cfg: Config) -> str:
 
 
 def from_stored(tree: dict[str, Any]) -> tuple[Config, list[str]]:
-    """(the config that `stored` gave, now or in an earlier version; the settings that are newer than it and so at their defaults).
-    Raises ValueError for what none of them wrote."""
+    """(the config from a result of `stored`, of any version; names of settings that it lacks, which have their defaults).
+    Raises ValueError for anything that no version wrote."""
     if not isinstance(tree, dict):
         raise ValueError(f"is {type(tree).__name__}, no config")
     tree = dict(tree)
@@ -263,7 +263,7 @@ def from_stored(tree: dict[str, Any]) -> tuple[Config, list[str]]:
 
 
 def missing(tree: dict, cls: type, prefix: str = "") -> list[str]:
-    """Settings that a stored config does not name."""
+    """Dotted names of the settings that a stored config lacks."""
     out = []
     for name, annotation in hints(cls).items():
         kind, _ = split_optional(annotation)
@@ -274,11 +274,11 @@ def missing(tree: dict, cls: type, prefix: str = "") -> list[str]:
     return out
 
 
-# ---- relations between settings
+# ---- constraints between settings
 
 
 def validate(cfg: Config) -> None:
-    """Raises ValueError for the first setting that cannot work, before JAX starts."""
+    """Raises ValueError for the first invalid setting or combination, before JAX starts."""
     check_lengths(cfg)
     checks.check(cfg)
     m, a, o, mesh = cfg.model, cfg.model.attention, cfg.optimizer, cfg.mesh
@@ -330,66 +330,6 @@ def validate(cfg: Config) -> None:
 
 
 def check_narrow(cfg: Config) -> None:
-    """Raises ValueError for a factor that is used in a narrower dtype than float32 and does not fit into it."""
+    """Raises ValueError for a factor that is used in a narrower dtype than float32 and is out of its limits there."""
     o = cfg.optimizer
     first = ["b1", "muon_momentum", *(["b2"] if o.kind == "lion" else [])]  # factors of the moment in moment_dtype
-    used = {"model.embedding_scale": cfg.model.dtype, **{f"optimizer.{n}": o.moment_dtype for n in first}}
-    for field in settings.fields(Config):
-        if field.name in used:
-            checks.check_value(field.name, settings.flat(cfg)[field.name], field, used[field.name])
-
-
-# ---- the length of the run
-
-
-def check_lengths(cfg: Config) -> None:
-    """Raises ValueError unless exactly one of the settings that can set the length does."""
-    lengths = {n: getattr(cfg, n) for n in ("steps", "tokens", "epochs")}
-    if sum(v is not None for v in lengths.values()) != 1:
-        text = ", ".join(f"{n}={v}" for n, v in lengths.items())
-        raise ValueError(
-            f"{text}: exactly one sets the length of the run; set the others to None (--config.steps=None)"
-        )
-
-
-def check_length(cfg: Config, steps: int) -> None:
-    """Raises ValueError where the run is too long, or a schedule longer than the run."""
-    o = cfg.optimizer
-    if steps > INT32:
-        raise ValueError(f"steps={steps}: must be at most {INT32}, as they are counted in 32 bits")
-    if cfg.profile is not None and sum(cfg.profile) - 1 > steps:
-        start, n = cfg.profile
-        raise ValueError(f"profile={start},{n}: ends with step {start + n - 1}, and the run has {steps}")
-    if steps == 0:
-        return
-    if o.warmup_steps > steps:
-        raise ValueError(f"optimizer.warmup_steps={o.warmup_steps}: longer than the run of {steps} steps")
-    if steps == 1 and o.warmup_steps:
-        raise ValueError(
-            f"optimizer.warmup_steps={o.warmup_steps}: must be 0 in a run of one step, as the first update of a warm-up has rate 0: "
-            "nothing would be trained"
-        )
-    if o.decay_steps is not None:
-        after = steps - o.warmup_steps
-        constraint = (
-            f"from 1 to {after}, the steps after warm-up" if after else "None where the warm-up takes all steps"
-        )
-        if not 1 <= o.decay_steps <= after:
-            raise ValueError(f"optimizer.decay_steps={o.decay_steps}: must be {constraint}")
-
-
-def total_steps(cfg: Config, rows: int) -> int:
-    """Optimizer steps of the run, over a training split of so many rows. At least the length asked for."""
-    if cfg.steps is not None:
-        return cfg.steps
-    if cfg.tokens is not None:
-        return -(-cfg.tokens // (cfg.batch_size * cfg.seq_len))
-    return math.ceil(cfg.epochs * rows / cfg.batch_size)
-
-
-def known_steps(cfg: Config) -> int | None:
-    """The steps of the run, where no data are needed to know them."""
-    given = [v for v in (cfg.steps, cfg.tokens, cfg.epochs) if v is not None]
-    if len(given) != 1 or cfg.epochs is not None or min(cfg.batch_size, cfg.seq_len) < 1:
-        return None
-    return total_steps(cfg, rows=0)

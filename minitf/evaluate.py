@@ -1,10 +1,10 @@
 """Scores a run's model on text: python -m minitf.evaluate --workdir DIR [--data PATH ...]
 
-Each document is scored alone, framed as those that trained the model (data/frame.py): its first token is predicted from the start
-token, else from the token that ends a document, or not at all where training never did; and a document longer than `context` in
-pieces of so many tokens, each knowing the last token of the one before and no more. Start and end tokens are not scored. So the
-figures depend on the model, the text and the context, not on how rows are packed; bits per byte, of the documents' bytes, compare
-across tokenizers.
+Each document is scored alone, framed like the training documents (data/frame.py): its first token is predicted from the start token,
+else from the token that ends a document, or is not scored if training never predicted it. A document longer than `context` is cut
+into pieces of that many tokens, each of which sees only the last token of the previous piece. Start and end tokens are not scored.
+So scores depend on the model, the text and the context, not on how rows are packed. Bits per byte, of the documents' bytes, are
+comparable across tokenizers.
 """
 
 import argparse
@@ -37,24 +37,24 @@ from minitf.training.evaluation import scores, totals
 from minitf.training.step import eval_step
 from minitf.workdir import Model, frame_of, load_model, resolve, tokenizer_of
 
-# ---- what is scored
+# ---- the documents to score
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The pairs of a dataset that count."""
+    """The (input, target) pairs of a dataset to score."""
 
     name: str
-    store: Store  # begins with a token to predict the first one from, where there is one
-    spans: np.ndarray  # int64 [documents, 2]: (first token, pairs)
-    text_bytes: int | None  # of what the pairs predict
+    store: Store  # if the frame has a first token, one precedes the first document
+    spans: np.ndarray  # int64 [documents, 2]: (index of the first input token, number of pairs)
+    text_bytes: int | None  # bytes of the targets' text; None: unknown
 
 
 def documents_of(
     name: str, store: Store, written: Frame, frame: Frame, byte_lengths: np.ndarray | None, rows: int | None = None
 ) -> Scored:
-    """The documents of a store, each alone. `written`: the frame that the store has; `frame`: the model's; `rows`: ids that the model
-    knows."""
+    """The documents of a store, each as a span of its own. written: frame of the store; frame: of the model; rows: number of ids that
+    the model has embeddings for; None: the store's vocabulary."""
     offsets = store.offsets
     if offsets is None:
         ends = [] if written.end is None else 1 + np.flatnonzero(np.asarray(store.ids[0 : len(store)]) == written.end)
@@ -62,7 +62,7 @@ def documents_of(
     begins, ends = offsets[:-1], offsets[1:]
     begins, ends = begins[ends > begins], ends[ends > begins]
     id_at = lambda i: store.ids[i : i + 1][0]
-    if written.end is not None:  # the last document may be cut off
+    if written.end is not None:  # the last document may be truncated
         ends = ends - np.array([id_at(e - 1) == written.end for e in ends.tolist()], bool)
     begins = begins + (written.opens is not None)
     rows = store.vocab_size if rows is None else min(rows, store.vocab_size)
@@ -73,7 +73,7 @@ def documents_of(
             first = np.array([id_at(b) for b in begins.tolist()], np.int64)
             text_bytes = None if byte_lengths is None else text_bytes - int(byte_lengths[first].sum())
         return Scored(name, store, np.stack([begins, ends - begins - 1], axis=1), text_bytes)
-    # What stands before each document's text: its own start token, or the end of the document before; before the first, nothing yet.
+    # The token before each document's text: its own start token, or the previous document's end token; none yet before the first.
     before = written.end if written.opens is None else written.opens
     if before is None:
         if len(begins) > 1:
@@ -84,15 +84,15 @@ def documents_of(
     joined = lambda value, parts: Joined([np.array([value], np.uint32), parts])
     ids, mask = joined(before, store.ids), None if store.mask is None else joined(0, store.mask)
     ids = ids if before == frame.first else Replaced(ids, before, frame.first)
-    # Moved by one, and begun one before.
+    # The prepended token shifts all indices by one, and each span begins one token earlier: the indices stay the same.
     return Scored(
         name, dataclasses.replace(store, ids=ids, mask=mask), np.stack([begins, ends - begins], axis=1), text_bytes
     )
 
 
 def chosen(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | None, frame: Frame) -> Iterator[Scored]:
-    """The datasets to score: stores or texts at the paths; without any, the run's own. Raises ValueError for what is not there, and
-    for text with an id that the model has no row for."""
+    """Yields the datasets to score: stores or texts at the paths; without paths, the run's own data. Raises ValueError for a missing
+    path, and for text with an id that the model has no embedding for."""
     lengths, rows = None if tokenizer is None else tokenizer.byte_lengths, cfg.model.vocab_size
     if not paths:
         for corpus in datasets.load_all(cfg.data, rows, lambda _: frame):
@@ -102,7 +102,7 @@ def chosen(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | Non
         if tokenizer is None:
             raise ValueError(f"--data {path}: the run has no tokenizer; its own data can be scored (leave --data out)")
         if (given(path, "--data") / MANIFEST).is_file():
-            # Of its ids only those that are read must have rows.
+            # Only the ids that are read must have embeddings.
             corpus = datasets.load(datasets.DataConfig(kind="store", path=path), None)
             if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
                 raise ValueError(f"--data {path}: was made with another tokenizer than the run's")
@@ -122,7 +122,7 @@ def chosen(paths: list[str], split: str, cfg: Config, tokenizer: Tokenizer | Non
 def dataset_sums(
     model: Model, data: Scored, mesh: jax.sharding.Mesh, *, context: int, row_length: int, batch_size: int
 ) -> dict[str, np.ndarray]:
-    """`step.totals` of a dataset. A row of row_length positions holds as many pieces of at most `context` tokens as fit."""
+    """`evaluation.totals` of a dataset. Documents are cut into pieces of at most `context` tokens, packed into rows of row_length."""
     plan = best_fit(cut(data.spans[data.spans[:, 1] > 0], context), row_length)
     rows = pipeline.spread_rows(PackedRows(data.store, plan, row_length, segments=True), batch_size, None)
     asked = dict(rows=batch_size, segments=True)  # documents share rows
@@ -142,8 +142,8 @@ def score(
     row_length: int | None = None,
     batch_size: int = 8,
 ) -> dict[str, float]:
-    """`step.scores` of a dataset, and what was counted. Neither row_length (None: context) nor batch_size changes them, the
-    standard error aside, which is over rows."""
+    """`evaluation.scores` of a dataset, and counts of documents, tokens and bytes. row_length (None: context) and batch_size change
+    only the standard error, which is over rows."""
     row_length = context if row_length is None else row_length
     sums = dataset_sums(model, data, mesh, context=context, row_length=row_length, batch_size=batch_size)
     counted = {"documents": len(data.spans), "tokens": int(sums["tokens"].sum())}
@@ -151,7 +151,7 @@ def score(
 
 
 def lines(results: dict[str, dict[str, float]]) -> Iterator[str]:
-    """A table of the results, a dataset a line."""
+    """A table of the results, one line per dataset."""
     width = max(len(name) for name in results)
     yield f"{'':{width}}  {'documents':>10} {'tokens':>12} {'loss':>8} {'+-':>7} {'perplexity':>10} {'bits/byte':>9}"
     for name, r in results.items():

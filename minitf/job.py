@@ -1,4 +1,4 @@
-"""A config made ready to train: data, mesh and declarations; its programs, its batches, and what a checkpoint says of it."""
+"""A config made ready to train: data, mesh and declarations; its jitted functions, its batches, and the metadata of checkpoints."""
 
 import dataclasses
 import functools
@@ -34,12 +34,12 @@ from minitf.workdir import commit, differences
 
 
 class Job(NamedTuple):
-    """Everything that is decided before the first compilation."""
+    """Everything that is determined before the first compilation."""
 
-    cfg: Config  # resolved
+    cfg: Config  # resolved: vocab_size and max_seq_len are set
     steps: int
-    rows: int  # of the training splits
-    corpora: tuple[datasets.Corpus, ...]  # one, or those of data.mixture; () where no data are read: see `design`
+    rows: int  # number of rows in the training splits
+    corpora: tuple[datasets.Corpus, ...]  # one, or those of data.mixture; () if no data were read: see `design`
     mesh: jax.sharding.Mesh
     specs: Any
 
@@ -49,19 +49,19 @@ class Job(NamedTuple):
 
     @property
     def frame(self) -> Frame:
-        """Of the texts that the model learns."""
+        """Frame of the training texts."""
         return pipeline.frame_of_data(self.corpora, self.cfg.data)
 
     @property
     def sha256(self) -> str:
-        """Of the data."""
+        """SHA-256 of the data."""
         digests = [c.sha256 for c in self.corpora]
         return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
-    """Raises ValueError where a size does not divide by the mesh, naming setting, axis and sizes; and where the attention
-    that the config names cannot run here."""
+    """Raises ValueError if the mesh does not divide a dimension or the batch, naming setting, axis and sizes; if the attention kernel
+    in the config cannot run on it; or if the compiler refuses an option."""
     check_divisible(specs, mesh)
     shards = batch_shards(mesh)
     if cfg.batch_size % (shards * cfg.accumulation):
@@ -76,13 +76,13 @@ def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
 
 
 def options(cfg: Config, mesh: jax.sharding.Mesh) -> dict[str, str] | None:
-    """The compiler's options for this mesh; None: its defaults."""
+    """Compiler options for the platform of this mesh; None: defaults."""
     return cfg.compiler_options.of(platform_of(mesh)) or None
 
 
 def check_options(cfg: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError with the compiler's own words where it does not take an option, by compiling nearly nothing: the step
-    would be compiled minutes later."""
+    """Raises ValueError with the compiler's message if it refuses an option. Compiles a trivial program, as the step itself is only
+    compiled minutes later."""
     given = options(cfg, mesh)
     if given is None:
         return
@@ -97,15 +97,15 @@ def check_options(cfg: Config, mesh: jax.sharding.Mesh) -> None:
 
 
 def implementation(cfg: Config, mesh: jax.sharding.Mesh, *, training: bool = True) -> str:
-    """The attention implementation of the training step or the evaluation's, on the mesh's devices. Raises ValueError where the
-    chosen one cannot run."""
+    """Attention kernel of the train step, or of the eval step if not `training`, on this mesh. Raises ValueError if the kernel in the
+    config cannot run."""
     asked = dict(training=training, segments=pipeline.has_segments(cfg.data))
     return kernel_for(cfg.model, mesh, cfg.seq_len, **asked)
 
 
 def design(cfg: Config, steps: int, vocab_size: int, devices: list | None = None) -> Job:
-    """The job as far as it needs no data: settings that follow from others, the mesh (over all devices if None; those of a
-    topology that is not here will do) and the model. Raises ValueError where they do not fit."""
+    """The job without data: derived settings, the mesh and the model. devices: None: all; may be only described, as in `minitf.plan`.
+    Raises ValueError if config and devices do not fit."""
     model = dataclasses.replace(cfg.model, vocab_size=vocab_size, max_seq_len=cfg.model.max_seq_len or cfg.seq_len)
     cfg = dataclasses.replace(cfg, model=model)
     mesh = make_mesh(cfg.mesh, devices)
@@ -115,8 +115,8 @@ def design(cfg: Config, steps: int, vocab_size: int, devices: list | None = None
 
 
 def prepare(cfg: Config, devices: list | None = None, framing: datasets.Framing = frames.of_tokenizer) -> Job:
-    """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for all that a
-    user can mend."""
+    """Loads the data, makes the mesh (over all devices if None) and declares the model. Raises ValueError for every mistake of the
+    user's."""
     try:
         corpora = datasets.load_all(cfg.data, cfg.model.vocab_size, framing)
     except (OSError, RuntimeError) as e:  # a file that cannot be read, a home that does not exist
@@ -147,16 +147,16 @@ def sampler(job: Job) -> Sampler:
     return Sampler.of(job.cfg.model, job.mesh, job.tokenizer, job.frame)
 
 
-# ---- its programs
+# ---- its jitted functions
 
 
 class Program(NamedTuple):
-    """A job's functions, jitted. They run inside `surroundings`."""
+    """The jitted functions of a job. Call them inside `surroundings`."""
 
-    state: TrainState  # of jax.ShapeDtypeStruct with shardings: what init gives
-    init: Callable[[jax.Array], TrainState]  # (key): born sharded, never whole on one device
+    state: TrainState  # of jax.ShapeDtypeStruct with shardings: the result of init
+    init: Callable[[jax.Array], TrainState]  # (key): initialised sharded, never unsharded on one device
     start: Callable[[Any], TrainState]  # (parameters): the first state with these
-    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]  # gives the state's buffers away
+    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]  # the state's buffers are donated
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]]
 
 
@@ -173,21 +173,20 @@ def program(job: Job) -> Program:
     )
     everywhere = replicated(job.mesh)
     init = functools.partial(init_state, specs=job.specs, tx=tx)
-    # What "auto" means is decided here, by the mesh: its devices need not be those of this process.
+    # "auto" is resolved here, from the mesh: its devices may be only described.
     step_cfg, eval_cfg = (
         dataclasses.replace(cfg, model=with_kernel(cfg.model, implementation(cfg, job.mesh, training=training)))
         for training in (True, False)
     )
     step = functools.partial(train_step, cfg=step_cfg, tx=tx, schedule=schedule)
-    # On a CPU, optimising the random numbers of the start takes longer than compiling the step, and gives other last bits on
-    # other meshes.
+    # On CPU, optimising the random initialisation takes longer than compiling the step, and makes the last bits depend on the mesh.
     at_start = {"xla_backend_optimization_level": 1} if platform_of(job.mesh) == "cpu" else None
     given = options(cfg, job.mesh)
     return Program(
         state,
         jax.jit(init, out_shardings=layout, compiler_options=at_start),
         jax.jit(functools.partial(first_state, tx=tx), out_shardings=layout),
-        # Metrics are whole on every device, for every process to read.
+        # Metrics are replicated, so that every process can read them.
         jax.jit(step, donate_argnums=0, out_shardings=(layout, everywhere), compiler_options=given),
         jax.jit(
             functools.partial(eval_step, byte_lengths=lengths, cfg=eval_cfg),
@@ -198,20 +197,20 @@ def program(job: Job) -> Program:
 
 
 class TooLarge(Exception):
-    """The step does not fit into the memory."""
+    """The step does not fit into device memory."""
 
 
 LOWER = "batch_size, accumulation (more), model.remat=full, loss.chunk, seq_len, or a mesh of more devices lower it"
 
 
 def check_memory(step: jax.stages.Compiled, devices: list) -> None:
-    """Raises TooLarge where what the step needs beside its arguments, which are there already, is more than there is."""
+    """Raises TooLarge if the step needs more memory, beside its arguments, which are already allocated, than is free."""
     found = step.memory_analysis()
     free = [free_memory(d) for d in devices]
     if found is None or None in free:
         return
     needed = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    # On a CPU all devices share what there is.
+    # All CPU devices share the machine's memory.
     shared = len(devices) if devices[0].platform == "cpu" else 1
     if needed * shared > min(free):
         raise TooLarge(
@@ -220,7 +219,7 @@ def check_memory(step: jax.stages.Compiled, devices: list) -> None:
 
 
 def compiled_step(functions: Program, state: TrainState, batch: Batch, devices: list) -> jax.stages.Compiled:
-    """The step, for batches of this shape. Raises TooLarge."""
+    """The step compiled for batches of this shape. Raises TooLarge if it does not fit into memory."""
     step = functions.step.lower(state, batch).compile()
     check_memory(step, devices)
     return step
@@ -232,7 +231,7 @@ def compiled_step(functions: Program, state: TrainState, batch: Batch, devices: 
 def training_batches(
     job: Job, start: int = 0, mixed: list[Phase] | None = None, until: Callable[[], bool] = lambda: False
 ) -> Iterator[Batch]:
-    """The global batches from number `start` on. `mixed`: see `phases`; None: as for a new run. `until`: of
+    """Global batches, beginning with number `start`. mixed: see `phases`; None: the phases of a new run. until: see
     `pipeline.batches`."""
     cfg = job.cfg
     stores = [c.train for c in job.corpora]
@@ -241,8 +240,8 @@ def training_batches(
 
 
 def phases(job: Job, saved: dict[str, Any] | None = None) -> list[Phase]:
-    """How a mixture's rows are counted: the phases of the checkpoint that the run goes on from, and one more from its step on
-    where the weights are others now; [] where there is no mixture."""
+    """Phases of a mixture, each with constant weights: those of the checkpoint that the run resumes from, plus one that begins at its
+    step if the weights have changed; [] without a mixture."""
     mixture = job.cfg.data.mixture
     if mixture is None:
         return []
@@ -259,7 +258,7 @@ def evaluation_batches(job: Job, corpus: datasets.Corpus, until: Callable[[], bo
 
 
 def evaluates_a_part(job: Job) -> bool:
-    """Whether evaluations leave out rows of a validation split."""
+    """Whether evaluations omit rows of a validation split."""
     cfg = job.cfg
     if cfg.eval_every is None or cfg.eval_batches is None:
         return False
@@ -267,11 +266,11 @@ def evaluates_a_part(job: Job) -> bool:
     return max(rows) > cfg.eval_batches * cfg.batch_size
 
 
-# ---- what a checkpoint says of it, and whether a run may go on from one
+# ---- metadata of checkpoints, and whether a run may resume from one
 
 
 def position(job: Job, step: int) -> dict[str, Any]:
-    """The position in the data is one integer, the next global batch; and what it counts in."""
+    """Position in the data: the index of the next global batch, and the facts that define these batches."""
     cfg = job.cfg
     return {
         "next_batch": step,
@@ -284,8 +283,8 @@ def position(job: Job, step: int) -> dict[str, Any]:
 
 
 def about(job: Job, step: int, mixed: list[Phase], tokens: int, loss: float | None = None) -> dict[str, Any]:
-    """What a checkpoint says beside its arrays. `tokens`: targets that counted so far. `loss`: of an evaluation of this very
-    state; None: there was none."""
+    """Metadata saved with a checkpoint's arrays. tokens: number of targets trained on so far. loss: evaluation loss of this state;
+    None: not evaluated."""
     return {
         "evaluation": loss,
         "tokens_seen": tokens,
@@ -299,10 +298,10 @@ def about(job: Job, step: int, mixed: list[Phase], tokens: int, loss: float | No
 
 
 def check_same_run(job: Job, saved: dict[str, Any]) -> None:
-    """Raises ValueError where a checkpoint belongs to a run with other settings or other data."""
+    """Raises ValueError if a checkpoint belongs to a run with other settings or other data."""
     fixed, _ = differences(config_lib.from_stored(saved["config"])[0], job.cfg)
     data, now = saved["data"], position(job, saved["step"])
-    # A checkpoint from before a fact was kept says nothing of it.
+    # Older checkpoints lack facts that are saved now: these are not compared.
     fixed += [f"data {name}: {data[name]} -> {now[name]}" for name in now if data.get(name, now[name]) != now[name]]
     if fixed:
         raise ValueError(
@@ -313,8 +312,8 @@ def check_same_run(job: Job, saved: dict[str, Any]) -> None:
 
 
 def schedule_change(job: Job, saved: dict[str, Any], updates: int) -> str | None:
-    """What a run that goes on under another schedule than its checkpoint's says of its next rate; None: it is the same one.
-    `updates`: how many were applied."""
+    """Message about the next learning rate, for a run that resumes with another schedule than its checkpoint's; None: same schedule.
+    updates: number of updates applied so far."""
     described, rates = [], []
     before = config_lib.from_stored(saved["config"])[0]
     for cfg, steps in ((before, config_lib.total_steps(before, job.rows)), (job.cfg, job.steps)):

@@ -1,4 +1,4 @@
-"""The training loop: state goes in on the left and comes out on the left; `decide` says what follows a step, services do it."""
+"""The training loop: `decide` says what is due after each step, the services do it."""
 
 import contextlib
 import math
@@ -40,17 +40,17 @@ from minitf.text import sample
 from minitf.training.evaluation import evaluate
 from minitf.workdir import commit
 
-# ---- decisions: pure functions of step, settings and what the processes have agreed on
+# ---- decisions: pure functions of the step, the settings and the processes' vote
 
 
 class Due(NamedTuple):
-    """What follows a step, the same in every process."""
+    """Actions due after a step, the same in every process."""
 
     evaluate: bool
     sample: bool
-    save: bool  # whatever an evaluation finds
+    save: bool  # regardless of the evaluation loss
     profile: bool  # a trace begins or ends
-    end: bool  # the last step, or the run is to stop
+    end: bool  # after the last step, or because the run was asked to stop
 
 
 def evaluation_due(cfg: Config, step: int, steps: int) -> bool:
@@ -58,12 +58,12 @@ def evaluation_due(cfg: Config, step: int, steps: int) -> bool:
 
 
 def decide(cfg: Config, step: int, steps: int, *, stopped: bool, late: bool, traced: bool) -> Due:
-    """What follows a step of so many. stopped: the run is asked to end; late: a save is due by the clock; traced: a profile begins or
-    ends behind the step."""
+    """Actions due after a step. stopped: the run was asked to stop; late: a save is due by the clock; traced: a trace begins or ends
+    after this step."""
     last, every = step == steps, cfg.checkpoint.every
     sampled = cfg.sample_every is not None and (step % cfg.sample_every == 0 or last)
     return Due(
-        # A process that is told to stop may have seconds left: it saves, and the next one evaluates.
+        # A process that was asked to stop may have only seconds left: it saves, and the resumed run evaluates.
         evaluate=evaluation_due(cfg, step, steps) and not stopped,
         sample=sampled and not stopped,
         save=late or (every is not None and step % every == 0),
@@ -73,8 +73,8 @@ def decide(cfg: Config, step: int, steps: int, *, stopped: bool, late: bool, tra
 
 
 def is_saved(cfg: CheckpointConfig, due: Due, *, improved: bool, ended: bool) -> bool:
-    """Whether the state is saved, now that it may have been evaluated. improved: its loss is the lowest so far; ended: the run
-    ends here, for whatever reason."""
+    """Whether to save the state. improved: its evaluation loss is the lowest so far; ended: the run ends here, for whatever
+    reason."""
     return due.save or (improved and cfg.keep_best is not None) or (ended and cfg.last)
 
 
@@ -82,7 +82,7 @@ def is_saved(cfg: CheckpointConfig, due: Due, *, improved: bool, ended: bool) ->
 
 
 def evaluate_now(run: Services, progress: Progress, step: int) -> float:
-    """The loss."""
+    """Evaluates, writes the metrics and returns the loss."""
     asked, what = lambda: run.stop.reason is not None, f"evaluation of step {step}"
     corpora = run.job.corpora
     data = {c.name: read_together(evaluation_batches(run.job, c, asked), run.stop, what) for c in corpora}
@@ -94,7 +94,7 @@ def evaluate_now(run: Services, progress: Progress, step: int) -> float:
 
 
 def sample_now(run: Services, progress: Progress, step: int) -> None:
-    """Writes what the model makes of the fixed prompts: the same draws at every step."""
+    """Writes completions of the fixed prompts, with the same random numbers at every step."""
     job, cfg, params = run.job, run.job.cfg, progress.state.params
     with run.events.timed("sample", step=step):
         work = lambda: sample(run.writes, params, job.tokenizer, job.frame, cfg.sample, cfg.seed, run.stop.check)
@@ -104,11 +104,11 @@ def sample_now(run: Services, progress: Progress, step: int) -> None:
 
 
 def save(run: Services, progress: Progress, step: int, loss: float | None = None) -> None:
-    """A checkpoint of a state that is finite. loss: of an evaluation of this very state."""
+    """Saves a checkpoint; raises NonFinite if a parameter is not finite. loss: evaluation loss of this state; None: not evaluated."""
     norms = {name: v for name, v in progress.latest.items() if name.startswith("norm/parameter/")}
     if not all(math.isfinite(v) for v in norms.values()):
         raise NonFinite(f"step {step}: parameter norms {norms}; this state was not saved")
-    # First what was logged up to it: a run that goes on from it finds all before it on the disk.
+    # Logs first: a run that resumes from this checkpoint finds all earlier lines on disk.
     run.writer.flush()
     run.events.flush()
     with run.events.timed("save", step=step) as event:
@@ -120,7 +120,7 @@ def save(run: Services, progress: Progress, step: int, loss: float | None = None
 
 
 def lap(run: Services, progress: Progress, step: int) -> dict[str, float]:
-    """Records the steps since the last lap; {} where there are none."""
+    """Records the steps since the last lap as an event; {} if there are none."""
     if not progress.hashes:
         return {}
     took = run.clock.lap(step)
@@ -131,7 +131,7 @@ def lap(run: Services, progress: Progress, step: int) -> dict[str, float]:
 
 
 def check_finite(run: Services, step: int, metrics: dict[str, Any]) -> None:
-    """Says that a step's update was skipped, or raises NonFinite, as the config has it."""
+    """If a step was not finite, reports its skipped update or raises NonFinite, by optimizer.nonfinite."""
     if metrics.pop("finite"):
         return
     loss, norm = float(metrics["train/loss"]), float(metrics["train/grad_norm"])
@@ -144,7 +144,7 @@ def check_finite(run: Services, step: int, metrics: dict[str, Any]) -> None:
 
 
 def finish(run: Services, progress: Progress) -> None:
-    """Reads the metrics of the step under way, which waits for it, and logs them where due."""
+    """Reads the metrics of the pending step, which blocks until it is computed, and logs them if due."""
     (step, metrics), progress.pending = progress.pending, None
     job, progress.latest = run.job, metrics
     progress.hashes.append(digests.hexadecimal(np.asarray(metrics.pop("batch"))))
@@ -163,9 +163,9 @@ def finish(run: Services, progress: Progress) -> None:
 
 
 def log_metrics(run: Services, progress: Progress, step: int) -> None:
-    """Writes the metrics of a step, and the speed since the last lap."""
+    """Writes the metrics of a step, and the throughput since the last lap."""
     cfg, took = run.job.cfg, lap(run, progress, step)
-    positions = cfg.batch_size * cfg.seq_len  # of a step
+    positions = cfg.batch_size * cfg.seq_len  # per step
     step_time = took["seconds"] / (took["last"] - took["first"] + 1)
     values = jax.device_get(progress.latest) | {
         "train/tokens_seen": progress.tokens_seen,
@@ -174,7 +174,7 @@ def log_metrics(run: Services, progress: Progress, step: int) -> None:
         "perf/mfu": run.rate.utilisation(run.flops / step_time, run.writer.say),
         "perf/data_wait_frac": took["data_wait"] / took["seconds"],
     }
-    if progress.tokens_seen != step * positions:  # padding and masked targets are computed, too
+    if progress.tokens_seen != step * positions:  # padding and masked targets are also computed
         values["train/positions_seen"] = step * positions
         values["perf/positions_per_s"] = positions / step_time
     if progress.compile_time is not None:
@@ -185,7 +185,7 @@ def log_metrics(run: Services, progress: Progress, step: int) -> None:
 def pause(
     run: Services, progress: Progress, step: int, due: Due, stopped: Stopped | None, ahead: ReadAhead
 ) -> tuple[Stopped | None, bool]:
-    """Evaluates, samples and saves as is due: (why the run ends here, whether the state was saved)."""
+    """Evaluates, samples and saves as due. Returns (why the run stops here or None, whether the state was saved)."""
     loss = None
     try:
         if due.evaluate:
@@ -194,7 +194,7 @@ def pause(
             sample_now(run, progress, step)
     except Stopped as e:
         stopped = e
-    except BatchError as e:  # the files are others than at the start
+    except BatchError as e:  # the data files have changed since the start
         ahead.failure = e
     improved = loss is not None and loss < progress.best
     if improved:
@@ -207,7 +207,7 @@ def pause(
 
 
 def ended_by(run: Services, step: int, stopped: Stopped, saved: bool) -> int:
-    """The end of a run that is asked to stop: its exit status."""
+    """Waits for the last save, reports why the run stopped, and returns its exit status."""
     run.checkpoints.wait()
     kept = "the same command goes on" if saved else "not saved (checkpoint.last=False)"
     run.writer.say(f"stopped by {stopped} after step {step} of {run.job.steps}; {kept}")
@@ -217,11 +217,11 @@ def ended_by(run: Services, step: int, stopped: Stopped, saved: bool) -> int:
 
 @contextlib.contextmanager
 def failure_recorded(events: Events) -> Iterator[None]:
-    """An error is also the run's last event."""
+    """Records an error as the run's last event, and raises it."""
     try:
         yield
     except BaseException as e:
-        with contextlib.suppress(OSError):  # the disk may be full: the first error is the one to tell
+        with contextlib.suppress(OSError):  # the disk may be full: raise the first error, not this one
             events.add("stop", reason=f"{type(e).__name__}: {e}")
         raise
 
@@ -230,9 +230,9 @@ def failure_recorded(events: Events) -> Iterator[None]:
 
 
 def train(job: Job, workdir: str | os.PathLike, lock: Lock | None = None, start_up: StartUp | None = None) -> int:
-    """Trains from the newest checkpoint of the work directory, or from the start, to the last step, and returns the exit
-    status. Metrics, events and checkpoints go to the work directory. `start_up`: what was done before; None: not known. Raises
-    Stopped where it is asked to end before its first step."""
+    """Trains from the newest checkpoint in the work directory, or from the start, to the last step, and returns the exit
+    status. Writes metrics, events and checkpoints to the work directory. start_up: times of the phases so far; None: unknown. Raises
+    Stopped if the run is asked to stop before its first step."""
     cfg, workdir, start_up = job.cfg, epath.Path(workdir), start_up or StartUp()
     functions = program(job)
     with start_up.phase("peak rate"):
@@ -249,7 +249,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: Lock | None = None, start_
         state, restored = restored_or_new(job, functions, checkpoints, events, stop, start_up)
         first = 0 if restored is None else restored["step"]
 
-        # Where there was no time for it when the run was stopped.
+        # An evaluation was due at the step where the run was stopped, but was skipped.
         owed = restored is not None and restored["evaluation"] is None and evaluation_due(cfg, first, job.steps)
         if restored is not None and first >= job.steps and not owed:
             say(f"step {first} of {job.steps} is already done; to go on, give more steps: --config.steps=N")
@@ -274,7 +274,7 @@ def train(job: Job, workdir: str | os.PathLike, lock: Lock | None = None, start_
             writes=None if cfg.sample_every is None else sampler(job),
         )
         progress = first_progress(run, state, restored)
-        del state  # its buffers are given to the first step
+        del state  # its buffers are donated to the first step
         if owed:
             evaluate_now(run, progress, first)
             if first >= job.steps:
@@ -296,15 +296,15 @@ def train(job: Job, workdir: str | os.PathLike, lock: Lock | None = None, start_
         stack.enter_context(failure_recorded(events))
         run.clock.start(first)
         for step in range(first + 1, job.steps + 1):
-            # What the processes decide together, asked before the step so that the devices need not wait for the answer. One clock
-            # for all: that of the first process.
+            # Decisions of all processes together, cast before the step so that the devices do not wait for the result. Only the
+            # first process reads the clock.
             minutes = cfg.checkpoint.every_minutes
             late = is_first() and minutes is not None and time.monotonic() - progress.saved_at >= 60 * minutes
             vote = Vote([*stop.ballot(ahead.failure is not None), late])
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 progress.state, metrics = step_fn(progress.state, ahead.ready.popleft())
                 if progress.pending is not None:
-                    finish(run, progress)  # the step before: reading this one now would stall the device
+                    finish(run, progress)  # the previous step: reading this one now would stall the device
                 progress.pending = (step, metrics)
                 run.watchdog.beat(step + 1)
                 with run.clock.waiting():
@@ -318,8 +318,8 @@ def train(job: Job, workdir: str | os.PathLike, lock: Lock | None = None, start_
             if not any(due):
                 continue
 
-            finish(run, progress)  # first: the state that is saved is that of a step whose metrics were looked at
-            lap(run, progress, step)  # what follows counts for no step
+            finish(run, progress)  # first, so that the metrics of a step are checked before its state is saved
+            lap(run, progress, step)  # the time from here on counts for no step
             run.watchdog.pause()
             profile.end(step)
             stopped, saved = pause(run, progress, step, due, stopped, ahead)

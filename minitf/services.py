@@ -1,4 +1,4 @@
-"""What a run stands on while it trains, how far it is, and how it begins."""
+"""The services and the progress of a training run, and how it starts or resumes."""
 
 import dataclasses
 import functools
@@ -33,15 +33,15 @@ from minitf.workdir import load_params, resolve, store_config, store_frame
 
 
 class NonFinite(Exception):
-    """A loss, gradient or parameter that is not finite where the config says to stop."""
+    """A loss, gradient or parameter is not finite, and the run must stop."""
 
 
 class Refused(Exception):
-    """The run of the work directory cannot go on as this job."""
+    """The run in the work directory cannot resume as this job."""
 
 
 class BatchError(Exception):
-    """A batch could not be made."""
+    """A batch could not be read."""
 
 
 def batch_error(what: str, cause: Exception) -> BatchError:
@@ -51,46 +51,46 @@ def batch_error(what: str, cause: Exception) -> BatchError:
     return error
 
 
-# ---- what a run stands on, and how far it is
+# ---- services and progress
 
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-    """What stays while a run trains."""
+    """The parts of a run that stay the same while it trains."""
 
     job: Job
     functions: Program
-    first: int  # the step after which this process goes on
-    mixed: list[Phase]  # how rows of a mixture are counted
+    first: int  # the last step before this process: 0, or the step of the checkpoint that it resumes from
+    mixed: list[Phase]  # see job.phases
     stop: StopRequest
     events: Events
     checkpoints: Checkpoints
     writer: MetricWriter | NoWriter
-    flops: float  # of a step
+    flops: float  # per step
     rate: PeakRate
     start_up: StartUp
     clock: StepClock
     watchdog: Watchdog
-    writes: Sampler | None  # of the samples; None: there are none
+    writes: Sampler | None  # None: the run writes no samples
 
 
 @dataclasses.dataclass
 class Progress:
-    """What changes from step to step."""
+    """The parts of a run that change from step to step."""
 
     state: TrainState
     tokens_seen: int
-    best: float  # loss of an evaluation
+    best: float  # lowest evaluation loss so far
     saved_at: float = dataclasses.field(default_factory=time.monotonic)
-    pending: tuple[int, dict[str, Any]] | None = None  # the step under way and its metrics, which nobody has read
+    pending: tuple[int, dict[str, Any]] | None = None  # (step, metrics) of the dispatched step, not yet read
     latest: dict[str, Any] = dataclasses.field(default_factory=dict)  # metrics of the last step that was read
-    hashes: list[str] = dataclasses.field(default_factory=list)  # of the batches since the last lap
-    counts: list[int] = dataclasses.field(default_factory=list)  # of their tokens
-    compile_time: float | None = None  # until it has been logged
+    hashes: list[str] = dataclasses.field(default_factory=list)  # checksums of the batches since the last lap
+    counts: list[int] = dataclasses.field(default_factory=list)  # numbers of tokens of these batches
+    compile_time: float | None = None  # seconds; None: already logged
 
 
 class ReadAhead:
-    """The batches of the next two steps, so that all processes know of a failure before its step."""
+    """Prefetches the batches of the next two steps, so that all processes know of a failed read before the step that needs it."""
 
     def __init__(self, batches: Iterator[Batch], steps: int):
         self.failure: BatchError | None = None
@@ -98,7 +98,7 @@ class ReadAhead:
         self._batches, self._steps = batches, steps
 
     def read(self, step: int) -> None:
-        """The batch of this step, behind those that are there; none where the run is asked to end before it comes."""
+        """Appends the batch of this step to `ready`; nothing if the run is asked to stop before the batch is read."""
         if self.failure is not None or step > self._steps:
             return
         try:
@@ -108,8 +108,8 @@ class ReadAhead:
 
 
 def read_together(batches: Iterator[Batch], stop: StopRequest, what: str) -> Iterator[Batch]:
-    """The batches, which all processes take in step. Raises BatchError where this process cannot read one, and Stopped in all
-    others then, and in all where one is asked to end."""
+    """The batches, read by all processes in lockstep. If one process cannot read a batch, raises BatchError in it and Stopped in the
+    others; if one is asked to stop, raises Stopped in all."""
     while True:
         found, error = None, None
         try:
@@ -127,22 +127,22 @@ def read_together(batches: Iterator[Batch], stop: StopRequest, what: str) -> Ite
 
 
 def unless_stopped(job: Job, stop: StopRequest, work: Callable[[], Any]) -> Any:
-    """work(), unless the run is asked to end meanwhile."""
+    """work() inside `surroundings`; raises Stopped if the run is asked to stop meanwhile."""
 
-    def entered() -> Any:  # perhaps on another thread
+    def entered() -> Any:  # the contexts are entered here because this may run on another thread
         with surroundings(job.mesh, job.cfg.model.dtype):
             return work()
 
     return stop.unless_asked(entered)
 
 
-# ---- the beginning
+# ---- start and resumption
 
 
 def starting_state(
     job: Job, functions: Program, checkpoints: Checkpoints, say: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """(the state to go on from, what its checkpoint says; None for a new run). Damaged checkpoints are put aside."""
+    """(the state to start from, `about` of its checkpoint or None for a new run). Renames damaged checkpoints."""
     cfg = job.cfg
     restored = checkpoints.restore_newest(functions.state, functools.partial(check_same_run, job))
     if restored is not None:
@@ -163,7 +163,7 @@ def starting_state(
 def restored_or_new(
     job: Job, functions: Program, checkpoints: Checkpoints, events: Events, stop: StopRequest, start_up: StartUp
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """`starting_state`, timed. Raises Refused where the run there cannot go on as this job."""
+    """`starting_state`, timed. Raises Refused if the run in the work directory cannot resume as this job."""
     kind = "restore" if checkpoints.steps() else "init"
     begin = lambda: jax.block_until_ready(starting_state(job, functions, checkpoints, say))
     with events.timed(kind) as event:
@@ -179,7 +179,7 @@ def restored_or_new(
 def open_writer(
     job: Job, workdir: epath.Path, restored: dict[str, Any] | None, skipped: int
 ) -> MetricWriter | NoWriter:
-    """The writer, which has written what a run says of itself at its start; in the first process also the run's files."""
+    """Returns the writer after writing config and parameter counts or the resumption; process 0 also writes the run's files."""
     first = 0 if restored is None else restored["step"]
     writer: MetricWriter | NoWriter = NoWriter()
     if is_first():
@@ -202,16 +202,16 @@ def open_writer(
 
 def first_progress(run: Services, state: TrainState, restored: dict[str, Any] | None) -> Progress:
     cfg, seen = run.job.cfg, 0 if restored is None else restored.get("tokens_seen")
-    if seen is None:  # a checkpoint from before they were counted
+    if seen is None:  # an old checkpoint, without a count
         seen = run.first * cfg.batch_size * cfg.seq_len
         run.writer.say(f"the checkpoint has no count of tokens: train/tokens_seen goes on from all {seen:,} positions")
     return Progress(state, seen, math.inf if cfg.checkpoint.keep_best is None else run.checkpoints.lowest_loss())
 
 
 def compiled(run: Services, progress: Progress, ahead: ReadAhead) -> Callable[..., Any]:
-    """The step, compiled once for the batches that are read here: one of another shape would be an error."""
+    """The step, compiled ahead of time for the batches read here; a batch of another shape would raise an error."""
     ahead.read(run.first + 1)
-    # A start that is asked to end makes a step nevertheless, where nothing keeps it from that.
+    # A run that is asked to stop now still takes one step if its batch is ready.
     stopped = run.stop.agreed(ahead.failure is not None, heed=not ahead.ready)
     if ahead.failure is not None or stopped is not None:
         raise ahead.failure or stopped

@@ -1,4 +1,4 @@
-"""What a run says before it compiles."""
+"""The description of a run that is printed before it compiles."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ from minitf.sharding.rules import mesh_axes, partition, settings_of
 
 
 def describe_mesh(cfg: MeshConfig, mesh: jax.sharding.Mesh) -> str:
-    """The sizes of the axes, the factors of fsdp, and which part of them lies across hosts."""
+    """Sizes of the axes, factors of fsdp, and factors of the axes across hosts."""
     devices = list(mesh.devices.flat)
     text = ", ".join(f"{a}={n}" for a, n in mesh_sizes(mesh).items())
     if mesh.shape["fsdp_inner"] > 1:
@@ -33,7 +33,7 @@ def describe_mesh(cfg: MeshConfig, mesh: jax.sharding.Mesh) -> str:
 
 
 def parameter_table(specs: Any, mesh: jax.sharding.Mesh) -> str:
-    """The start-up table: parameter, shape, dtype, partition, bytes per device."""
+    """Table of the parameters: name, shape, dtype, partition, bytes per device."""
     rows = [("parameter", "shape", "dtype", "partition", "bytes/device")]
     total = 0
     for name, p in named(specs):
@@ -47,7 +47,7 @@ def parameter_table(specs: Any, mesh: jax.sharding.Mesh) -> str:
 
 
 def describe(job: Job) -> str:
-    """What a run says before it compiles."""
+    """Versions, devices, mesh, data, attention kernel, parameters and length of a run, as text."""
     cfg, corpora, mesh = job.cfg, job.corpora, job.mesh
     count = count_params(job.specs)
     chosen = implementation(cfg, mesh)

@@ -142,8 +142,7 @@ def train_step(
 
 
 def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg: StepConfig) -> dict[str, jax.Array]:
-    """Sums over each row of a batch, [B]: nats, tokens, and bytes of the tokens' text. byte_lengths: bytes per token id; None: bytes are
-    not counted."""
+    """Sums over each row of a batch, [B]: nats, tokens, and, unless byte_lengths (bytes per token id) is None, bytes of text."""
     sums = {"nats": row_sums(params, batch, cfg)[1]["loss"], "tokens": jnp.sum(batch["weights"], axis=-1)}
     if byte_lengths is not None:
         sums["bytes"] = jnp.sum(byte_lengths[batch["targets"]] * batch["weights"], axis=-1)
