@@ -333,3 +333,63 @@ def check_narrow(cfg: Config) -> None:
     """Raises ValueError for a factor that is used in a narrower dtype than float32 and is out of its limits there."""
     o = cfg.optimizer
     first = ["b1", "muon_momentum", *(["b2"] if o.kind == "lion" else [])]  # factors of the moment in moment_dtype
+    used = {"model.embedding_scale": cfg.model.dtype, **{f"optimizer.{n}": o.moment_dtype for n in first}}
+    for field in settings.fields(Config):
+        if field.name in used:
+            checks.check_value(field.name, settings.flat(cfg)[field.name], field, used[field.name])
+
+
+# ---- the length of the run
+
+
+def check_lengths(cfg: Config) -> None:
+    """Raises ValueError unless exactly one of steps, tokens and epochs is set."""
+    lengths = {n: getattr(cfg, n) for n in ("steps", "tokens", "epochs")}
+    if sum(v is not None for v in lengths.values()) != 1:
+        text = ", ".join(f"{n}={v}" for n, v in lengths.items())
+        raise ValueError(
+            f"{text}: exactly one sets the length of the run; set the others to None (--config.steps=None)"
+        )
+
+
+def check_length(cfg: Config, steps: int) -> None:
+    """Raises ValueError if the run is too long, or if warm-up, decay or profile do not fit into it."""
+    o = cfg.optimizer
+    if steps > INT32:
+        raise ValueError(f"steps={steps}: must be at most {INT32}, as they are counted in 32 bits")
+    if cfg.profile is not None and sum(cfg.profile) - 1 > steps:
+        start, n = cfg.profile
+        raise ValueError(f"profile={start},{n}: ends with step {start + n - 1}, and the run has {steps}")
+    if steps == 0:
+        return
+    if o.warmup_steps > steps:
+        raise ValueError(f"optimizer.warmup_steps={o.warmup_steps}: longer than the run of {steps} steps")
+    if steps == 1 and o.warmup_steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={o.warmup_steps}: must be 0 in a run of one step, as the first update of a warm-up has rate 0: "
+            "nothing would be trained"
+        )
+    if o.decay_steps is not None:
+        after = steps - o.warmup_steps
+        constraint = (
+            f"from 1 to {after}, the steps after warm-up" if after else "None where the warm-up takes all steps"
+        )
+        if not 1 <= o.decay_steps <= after:
+            raise ValueError(f"optimizer.decay_steps={o.decay_steps}: must be {constraint}")
+
+
+def total_steps(cfg: Config, rows: int) -> int:
+    """Number of optimizer steps of the run; tokens and epochs are rounded up to whole steps. rows: of the training split."""
+    if cfg.steps is not None:
+        return cfg.steps
+    if cfg.tokens is not None:
+        return -(-cfg.tokens // (cfg.batch_size * cfg.seq_len))
+    return math.ceil(cfg.epochs * rows / cfg.batch_size)
+
+
+def known_steps(cfg: Config) -> int | None:
+    """Number of optimizer steps of the run; None if it depends on the data or the settings are invalid."""
+    given = [v for v in (cfg.steps, cfg.tokens, cfg.epochs) if v is not None]
+    if len(given) != 1 or cfg.epochs is not None or min(cfg.batch_size, cfg.seq_len) < 1:
+        return None
+    return total_steps(cfg, rows=0)
