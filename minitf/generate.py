@@ -1,7 +1,7 @@
 """Continues texts, or answers messages: python -m minitf.generate --workdir DIR --prompt "..." [--chat]
 
-Without --prompt, prompts come from --prompts FILE or are typed. Text goes to standard output as it comes. The same prompts,
-settings and seed give the same texts.
+Without --prompt, prompts are read from --prompts FILE or typed. Text is streamed to standard output. The same prompts, settings and
+seed give the same texts.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from minitf.sharding.mesh import MeshConfig, mesh_settings
 from minitf.text import Completion, complete, prompt_ids
 from minitf.workdir import Model, frame_of, load_model, resolve, tokenizer_of, use_compilation_cache
 
-NEW_TOKENS = 256  # at most, where --max_new_tokens does not say
+NEW_TOKENS = 256  # most tokens per text without --max_new_tokens
 
 Prompt = str | list[dict[str, str]]  # the beginning of a text, or messages
 
 
 class Writer(NamedTuple):
-    """A run's model, ready to write."""
+    """A run's model, ready to complete prompts."""
 
     sampler: Sampler
     params: Any
@@ -43,15 +43,15 @@ class Writer(NamedTuple):
     frame: Frame
 
     def ids(self, prompt: Prompt, *, specials: bool = False) -> np.ndarray:
-        """Of the beginning of a text, or of messages up to where the answer begins."""
+        """int32 ids of the beginning of a text, or of messages up to the beginning of the answer."""
         if isinstance(prompt, str):
             return prompt_ids(self.tokenizer, self.frame, prompt, specials=specials)
         ids = chat.chat_prompt_ids(self.tokenizer, self.frame.template, self.frame.start, prompt)
         return np.array(ids, np.int32)
 
     def new_tokens(self, prompts: list[np.ndarray], most: int | None) -> list[int]:
-        """How many tokens may follow each prompt; `most` None: as many as fit, up to NEW_TOKENS. Raises ValueError for a prompt that
-        does not fit, by its number."""
+        """Most new tokens for each prompt; `most` None: as many as fit, up to NEW_TOKENS. Raises ValueError naming the number of a
+        prompt that does not fit."""
         new = self.sampler.room(prompts, NEW_TOKENS) if most is None else [most] * len(prompts)
         self.sampler.check(prompts, new)
         return new
@@ -62,7 +62,7 @@ class Writer(NamedTuple):
         return complete(self.sampler, self.params, self.tokenizer, prompts, new_tokens, sampling, **keywords)
 
     def warn(self, prompts: list[Prompt]) -> None:
-        """Says which characters of prompts the model does not get to see."""
+        """Prints to stderr which characters of the prompts the tokenizer drops."""
         texts = (p if isinstance(p, str) else "".join(message["content"] for message in p) for p in prompts)
         note = lost_note(self.tokenizer, "".join(texts), "the prompt" if len(prompts) == 1 else "the prompts")
         if note is not None:
@@ -79,7 +79,7 @@ def writer_of(model: Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Wr
 
 
 def read_prompts(path: str, is_chat: bool) -> list[Prompt]:
-    """A prompt a line; of *.jsonl, the field `prompt` of a JSON object a line, or for a chat its `messages`; "-": standard input.
+    """One prompt per line; in *.jsonl, one JSON object per line with `prompt`, or for a chat `messages`; "-": standard input.
     Raises ValueError naming the file and the line."""
     try:
         text = sys.stdin.read() if path == "-" else given(path, "--prompts").read_bytes().decode()
@@ -102,7 +102,7 @@ def read_prompts(path: str, is_chat: bool) -> list[Prompt]:
 
 
 def read_record(line: str, is_chat: bool) -> Prompt:
-    """The prompt of a line of JSON. Raises ValueError, with words to follow the line's name, where it has none."""
+    """The prompt in a line of JSON. Raises ValueError if it has none; the message continues "line N"."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -121,7 +121,7 @@ def read_record(line: str, is_chat: bool) -> Prompt:
 
 
 def is_text(value: Any) -> bool:
-    """Whether this is a string that UTF-8 can write: JSON can hold half a surrogate pair."""
+    """Whether this is a string that UTF-8 can encode: JSON can contain half a surrogate pair."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -129,7 +129,7 @@ def is_text(value: Any) -> bool:
 
 
 def typed(what: str) -> Iterator[str]:
-    """What is typed, until the end of input; all of standard input as one where it is no terminal."""
+    """Yields typed lines until the end of input; if standard input is not a terminal, all of it as one text."""
     if not sys.stdin.isatty():
         yield sys.stdin.read()
         return
@@ -150,7 +150,7 @@ def typed(what: str) -> Iterator[str]:
 
 
 class Stream:
-    """Shows the beginning of a text, and the text behind it as it grows, on standard output."""
+    """Prints a text to standard output as it grows, after its given beginning."""
 
     def __init__(self, beginning: str):
         self._beginning, self._shown = beginning, 0
@@ -166,7 +166,7 @@ REASONS = {"stop": "a stop string", "end": "an end token", "length": "its length
 
 
 def told(completions: list[Completion], seconds: float) -> str:
-    """What was made, in a line."""
+    """A one-line summary: tokens, time, speed, and the reasons that ended the texts."""
     n = sum(len(c.ids) for c in completions)
     ends = {reason: sum(c.reason == reason for c in completions) for reason in REASONS}
     by = ", ".join(f"{REASONS[r]}{f' ({count})' if len(completions) > 1 else ''}" for r, count in ends.items() if count)
@@ -182,7 +182,7 @@ def as_json(prompt: Prompt, completion: Completion, log_probs: bool) -> str:
 
 
 def write_one(writer: Writer, prompt: Prompt, number: int, args: argparse.Namespace, how: dict[str, Any]) -> str:
-    """A text, as it comes; what was written behind the prompt."""
+    """Streams one completion to standard output, and returns its text."""
     began = time.perf_counter()
     ids = [writer.ids(prompt, specials=args.parse_special)]
     writer.warn([prompt])
@@ -194,7 +194,7 @@ def write_one(writer: Writer, prompt: Prompt, number: int, args: argparse.Namesp
 
 
 def write_many(writer: Writer, prompts: list[Prompt], args: argparse.Namespace, how: dict[str, Any]) -> None:
-    """Texts in batches. Raises ValueError before the first where one cannot be continued."""
+    """Prints completions of the prompts, in batches. Raises ValueError before the first batch if any prompt does not fit."""
     began, done = time.perf_counter(), []
     ids = [writer.ids(prompt, specials=args.parse_special) for prompt in prompts]
     writer.warn(prompts)
@@ -216,7 +216,7 @@ def write_many(writer: Writer, prompts: list[Prompt], args: argparse.Namespace, 
 
 
 def converse(writer: Writer, begin: list[dict[str, str]], args: argparse.Namespace, how: dict[str, Any]) -> None:
-    """Answers what is typed, each message with the conversation before it."""
+    """Answers typed messages, each in the context of the conversation so far."""
     messages = list(begin)
     for number, said in enumerate(typed("Type a message; an empty one begins a new conversation")):
         if not said.strip():
@@ -303,7 +303,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def checked(args: argparse.Namespace) -> Sampling:
-    """The sampling settings. Raises ValueError for the first argument that cannot work."""
+    """The sampling settings. Raises ValueError for the first invalid argument."""
     for name in ("num_samples", "max_new_tokens", "batch_size", "chunk"):
         value = getattr(args, name)
         command_line.require(f"--{name}", value, value is None or value >= 1, "at least 1")
@@ -337,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
         workdir = resolve(args.workdir)
         mesh = make_mesh(MeshConfig(**{axis: getattr(args, f"mesh.{axis}") for axis in mesh_settings()}))
         use_compilation_cache(None, workdir)
-        # The model's own arrays are let go at once: the writer has others.
+        # No name for the loaded model: the writer has its own arrays, and the loaded ones are freed.
         writer = writer_of(load_model(workdir, args.step, mesh), tokenizer_of(workdir), mesh)
         how = dict(sampling=sampling, seed=args.seed, stops=args.stop, chunk=args.chunk)
         several = prompts is not None and (len(prompts) > 1 or args.num_samples > 1)
@@ -365,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
         command_line.fail(str(e))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the text has enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return 0

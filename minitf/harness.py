@@ -1,7 +1,7 @@
-"""A run's model for lm-evaluation-harness (extra `eval`): log-likelihoods of continuations, and texts.
+"""A run's model for lm-evaluation-harness (extra `eval`): log-likelihoods of continuations, and generated texts.
 
-Whatever decides a figure is the harness's own: what a task's settings mean, how a text begins, its stops, what is cut where it is too
-long. The same weights have the figures that its adapter for transformers gives them (lm_eval/models/huggingface.py).
+Everything that affects a score follows the harness: the meaning of a task's settings, beginnings of texts, stop strings, truncation.
+The same weights get the same scores as with its adapter for transformers (lm_eval/models/huggingface.py).
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from minitf.workdir import frame_of
 
 try:
     import lm_eval
-    import yaml  # which it needs itself
+    import yaml  # a dependency of lm_eval
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
@@ -41,17 +41,16 @@ except ImportError as e:
 
 log = logging.getLogger("minitf")
 
-TASK_NEW_TOKENS = 256  # where a task does not say: the harness's own number
+TASK_NEW_TOKENS = 256  # the harness's default
 
 
 class HarnessModel(TemplateLM):
-    """What lm-evaluation-harness asks of a model."""
+    """The model interface of lm-evaluation-harness."""
 
     def __init__(self, model: workdir_lib.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, batch_size: int = 8):
         super().__init__()
         self._model, self._tokenizer, self._mesh = model, tokenizer, mesh
         self._frame = frame_of(model, tokenizer)
-        # Rows are padded, which the kernel of the training may not know.
         self._cfg, self._longest = model.cfg.model, model.cfg.model.max_seq_len
         shards = batch_shards(mesh)
         self._batch_size = -(-batch_size // shards) * shards
@@ -61,7 +60,7 @@ class HarnessModel(TemplateLM):
         self._said: set[str] = set()
 
     def _say_once(self, kind: str, text: str) -> None:
-        """Warns, the first time of this kind."""
+        """Logs a warning, once per kind."""
         if kind not in self._said:
             self._said.add(kind)
             log.warning(text)
@@ -74,11 +73,11 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id from which the first token of a text is predicted, as in training; where it was not, the end token."""
+        """The id that precedes the first token of a text, as in training; the end token if training had none."""
         return self.eot_token_id if self._frame.first is None else self._frame.first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids; what spells a special token is one, and the start token stands before, but where the text spells it itself."""
+        """Ids of a text. Spelled special tokens become their ids; a start token is prepended unless the text spells it."""
         ids = self._tokenizer.encode(string.encode(), "a text of the task", specials=True).tolist()
         check_rows(np.array(ids), self._cfg.vocab_size, f"a text of the task, {string[:40]!r}")
         if add_special_tokens is None:
@@ -88,8 +87,9 @@ class HarnessModel(TemplateLM):
     # ---- rows of one length
 
     def _score_rows(self, params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """(log-likelihood of the targets that count, whether each is the likeliest), [B]."""
+        """(log-likelihood of the targets where `counts`, whether all of these are the likeliest), both [B]."""
         inputs, targets = batch["inputs"], batch["targets"]
+        # Padded to lengths that the kernel named for training may not support.
         cfg = with_best_kernel(self._cfg, self._mesh, inputs.shape[1], rows=len(inputs))
         logits = forward(params, inputs, cfg)
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
         return jnp.sum(jnp.where(counts, logp, 0), axis=1), jnp.all((logits.argmax(-1) == targets) | ~counts, axis=1)
 
     def _call(self, function: Any, rows: list[dict[str, Any]], length: int) -> list[np.ndarray]:
-        """The function over at most batch_size rows, padded at their ends; its results for these rows."""
+        """Results of the function for at most batch_size rows, right-padded to `length`."""
         batch = {}
         for name, value in rows[0].items():
             of_positions = (length,) if np.ndim(value) else ()
@@ -111,7 +111,7 @@ class HarnessModel(TemplateLM):
         return [np.asarray(a)[: len(rows)] for a in jax.tree.leaves(found)]
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        """(log-likelihood, greedy?) of each request's continuation after its context, both ids."""
+        """(log-likelihood, whether greedy) of each request's continuation given its context, both as ids."""
         rows = []
         for _, context, continuation in requests:
             if len(continuation) > self._longest:
@@ -126,7 +126,7 @@ class HarnessModel(TemplateLM):
             counts = np.arange(len(ids) - 1) >= len(ids) - 1 - len(continuation)
             rows.append(dict(inputs=ids[:-1], targets=ids[1:], counts=counts))
         out: list[Any] = [None] * len(rows)
-        # Rows of like length together, as all of a batch are as long as its longest.
+        # Sorted by length: all rows of a batch are padded to its longest.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]["inputs"]))
         for at in range(0, len(order), self._batch_size):
             group = order[at : at + self._batch_size]
@@ -137,8 +137,8 @@ class HarnessModel(TemplateLM):
         return out
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each text, in pieces of the longest row. Its first token is predicted as in training, or not scored where
-        training never predicted one."""
+        """Log-likelihood of each text, in pieces of max_seq_len. Its first token is predicted as in training, or not scored if
+        training never predicted it."""
         out = []
         for request in requests:
             ids, first = self.tok_encode(request.args[0]), self._frame.first
@@ -150,9 +150,9 @@ class HarnessModel(TemplateLM):
         return out
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text after each context, up to the first of its stop strings."""
+        """The generated text after each context, up to the first stop string."""
         out: list[Any] = [None] * len(requests)
-        # Rows of one request's settings and of like length together.
+        # Grouped by settings, as a batch has one, and sorted by length.
         contexts = [self.tok_encode(r.args[0]) or [self.prefix_token_id] for r in requests]
         key = lambda i: json.dumps(requests[i].args[1], sort_keys=True, default=str)
         order = sorted(range(len(requests)), key=lambda i: (key(i), len(contexts[i])))
@@ -166,17 +166,17 @@ class HarnessModel(TemplateLM):
         return out
 
     def _texts(self, contexts: list[list[int]], settings: dict[str, Any], numbers: list[int]) -> list[str]:
-        """`numbers`: of the contexts, which their draws depend on."""
+        """Generated texts after these contexts. numbers: of the contexts, folded into their random keys."""
         kwargs = dict(normalize_gen_kwargs(settings, TASK_NEW_TOKENS))
         until, most, total = kwargs.pop("until"), kwargs.pop("max_gen_toks"), kwargs.pop("max_length", None)
         sampling = sampling_of(kwargs, self._say_once)
         if max(map(len, contexts)) >= self._longest:
             self._say_once("prompt", CUT)
         prompts = [np.array(ids[-(self._longest - 1) :], np.int32) for ids in contexts]
-        # The harness's adapter refuses to ask for more than the model has positions; the room that is left is never taken from the
-        # context here.
+        # The harness's adapter refuses max_gen_toks beyond the model's positions; here new tokens are limited to the positions that
+        # the context leaves.
         new_tokens = self._sampler.room(prompts, most)
-        if total is not None:  # of context and text together, as transformers has it
+        if total is not None:  # of context and text together, as in transformers
             new_tokens = [max(1, min(n, total - len(ids))) for n, ids in zip(new_tokens, prompts, strict=True)]
         if min(new_tokens) < most and total is None:
             self._say_once(
@@ -197,7 +197,7 @@ class HarnessModel(TemplateLM):
 
 CUT = "contexts longer than the model's positions lose their beginnings"
 
-# Settings of a task's generation_kwargs that change nothing at these values.
+# Settings of a task's generation_kwargs that have no effect at these values.
 OFF = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -209,7 +209,7 @@ OFF = {
 
 
 def sampling_of(kwargs: dict[str, Any], say_once: Callable[[str, str], None]) -> Sampling:
-    """How a task's settings, as the harness has normalised them, draw a token. Raises ValueError for one that is not known here."""
+    """Sampling settings from a task's settings, as normalised by the harness. Raises ValueError for an unsupported setting."""
     names = [field.name for field in dataclasses.fields(Sampling)]
     do_sample = kwargs.pop("do_sample")
     for name in [n for n in kwargs if n not in names]:
@@ -226,8 +226,8 @@ def sampling_of(kwargs: dict[str, Any], say_once: Callable[[str, str], None]) ->
 
 
 def task_files(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """(names of tasks, directories that hold their files) of task files, directories of such, and names of stock tasks, whose
-    data come from the network. Raises ValueError for a file that names no task."""
+    """(names of tasks, directories of their files) from task files, directories of task files, and names of stock tasks, whose data
+    come from the network. Raises ValueError for a file that names no task."""
     names, directories = [], []
     for argument in arguments:
         path = given(argument, "--tasks")
@@ -245,21 +245,21 @@ def task_files(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 class TaskFile(yaml.SafeLoader):
-    """Reads a task file without its functions, which the harness itself loads."""
+    """Loads a task file without its function tags, which the harness itself resolves."""
 
 
 TaskFile.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 
 def task_name(file: Path) -> str | None:
-    """The name of a task's or a group's file; None: of a file that others include. Raises ValueError for what is no YAML."""
+    """Name of the task or group that a file declares; None for a file that others include. Raises ValueError for invalid YAML."""
     try:
         tree = yaml.load(file.read_text(encoding="utf-8"), TaskFile)
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ValueError(f"--tasks {file}: {e}") from None
     if not isinstance(tree, dict):
         return None
-    # A group has a list of tasks, and its own name.
+    # In a group, `task` is a list and `group` the name.
     name = tree.get("group") if isinstance(tree.get("task"), list) else tree.get("task")
     return name if isinstance(name, str) else None
 
@@ -267,7 +267,7 @@ def task_name(file: Path) -> str | None:
 def run_tasks(
     arguments: list[str], model: workdir_lib.Model, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
 ) -> dict[str, dict[str, Any]]:
-    """The metrics of each task, as lm-evaluation-harness names them."""
+    """Metrics of each task, as named by lm-evaluation-harness."""
     names, directories = task_files(arguments)
     only_files = all(given(a, "--tasks").exists() for a in arguments)
     manager = TaskManager(include_path=directories, include_defaults=not only_files)

@@ -1,4 +1,4 @@
-"""Paths that a user or a file gives, the files below a directory, writing a whole file, and files that are no text."""
+"""Paths from users and files, listing a directory, atomic writes, and detection of files that are not text."""
 
 import os
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def given(text: str | os.PathLike, setting: str) -> Path:
-    """The path that an argument or a setting names, a leading `~` expanded. Raises ValueError naming it where it is empty, which
-    would be the current directory, or where there is no such home."""
+    """The path given by an argument or a setting, with a leading `~` expanded. Raises ValueError naming the setting if the path is
+    empty, which would mean the current directory, or if there is no such home directory."""
     if not os.fspath(text).strip():
         raise ValueError(f"{setting} is empty: give a path; . is the current directory")
     try:
@@ -18,7 +18,7 @@ def given(text: str | os.PathLike, setting: str) -> Path:
 
 
 def inside(directory: Path, name: str, source: str | os.PathLike) -> Path:
-    """The file of a directory that `source`, a file of it, names. Raises ValueError where the name or a link leads elsewhere."""
+    """Path of a file in the directory, named by its file `source`. Raises ValueError if the name or a link leads out of it."""
     path = directory / name
     if Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(directory.resolve()):
         raise ValueError(
@@ -29,13 +29,13 @@ def inside(directory: Path, name: str, source: str | os.PathLike) -> Path:
 
 
 def is_local(path: str | os.PathLike) -> bool:
-    """Whether the path is a file's of this machine, not of an object store."""
+    """Whether the path is in the local file system, not in an object store."""
     return "://" not in str(path)
 
 
 def write_whole(path: Any, contents: str | bytes) -> None:
-    """Replaces a file, or makes it: under its name there is at no time a part of it, and after the return it stays, also through a
-    loss of power. `path`: pathlib's or epath's."""
+    """Writes a file atomically: readers never see a partial file, and once this returns the contents survive a loss of power.
+    path: a pathlib or epath path."""
     contents = contents.encode() if isinstance(contents, str) else contents
     part = path.parent / f"{path.name}.part"
     if not is_local(path):
@@ -55,8 +55,8 @@ def write_whole(path: Any, contents: str | bytes) -> None:
 
 
 def files_below(directory: str | os.PathLike) -> Iterator[str]:
-    """All files below a directory but hidden ones, sorted folder by folder. Links are followed: each folder and each file comes
-    once, under the first of its names."""
+    """Yields all files below a directory except hidden ones, sorted within each folder. Links are followed; every folder and file is
+    yielded once, under its first name."""
     seen: set[str] = set()
 
     def is_new(path: str) -> bool:
@@ -70,7 +70,7 @@ def files_below(directory: str | os.PathLike) -> Iterator[str]:
         yield from (path for path in paths if os.path.isfile(path) and is_new(path))
 
 
-# How files begin that hold other files, or numbers, and are no text whatever their name.
+# First bytes of archives and binary formats, which are not text whatever their names.
 BEGINNINGS = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -88,11 +88,11 @@ BEGINNINGS = {
     b"%PDF-": "PDF",
 }
 TAR = slice(257, 262), b"ustar"
-FIRST_BYTES = 512  # bytes that tell
+FIRST_BYTES = 512  # number of bytes that `container` needs
 
 
 def container(first: bytes) -> str | None:
-    """What a file is by its first bytes, where that is no text."""
+    """Name of the binary format with these first bytes; None: none is recognised."""
     if first[TAR[0]] == TAR[1]:
         return "tar"
     return next((name for begin, name in BEGINNINGS.items() if first.startswith(begin)), None)

@@ -1,6 +1,6 @@
-"""Text from a model: the prompts' forward pass, then a compiled loop of single tokens with cached keys and values.
+"""Sampling from a model: prefill of the prompts, then a compiled loop that decodes one token at a time with a key/value cache.
 
-Arrays first (`Sampler`), text on top (`complete`). What a row becomes depends on its prompt, the settings, the seed and its number,
+`Sampler` works on arrays; `text.complete` adds text. A row's result depends on its prompt, the settings, the seed and its number,
 not on the other rows, the padding or how many tokens are decoded at a time.
 """
 
@@ -27,7 +27,7 @@ from minitf.sharding.seams import pin
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from the logits, in this order."""
+    """How a token is drawn from the logits; applied in this order."""
 
     repetition_penalty: float = setting(
         1.0,
@@ -52,18 +52,18 @@ class Sampling:
 
 
 PLAIN = Sampling()  # the model's own distribution
-TEMPERATURE = 0.8  # where none is given: a little likelier than the model's own distribution
-COLDEST = 1e-5  # a temperature below counts as 0: dividing by less could overflow
+TEMPERATURE = 0.8  # default of generate and of samples: favours likely tokens a little more than PLAIN
+COLDEST = 1e-5  # lower temperatures count as 0: dividing by less could overflow
 
 
 def filtered(x_BV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """The logits, -inf where a filter leaves an id out; never all of them."""
+    """The logits, with -inf for ids that a filter excludes; at least one id is left."""
     V = x_BV.shape[-1]
     descending = jnp.sort(x_BV, axis=-1, descending=True)
     k = jnp.where(top_k == 0, V, jnp.clip(top_k, 1, V))
     in_k = jnp.arange(V) < k
     probs = jax.nn.softmax(jnp.where(in_k, descending, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs  # of the likelier ones
+    before = jnp.cumsum(probs, axis=-1) - probs  # total probability of the likelier ids
     in_p = in_k & ((before < top_p) | (top_p >= 1))
     in_p = in_p.at[:, 0].set(True)
     last = jnp.min(jnp.where(in_p, descending, jnp.inf), axis=-1, keepdims=True)
@@ -72,7 +72,7 @@ def filtered(x_BV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Arr
 
 
 def draw(logits_BV: jax.Array, seen_BV: jax.Array, keys_B: jax.Array, how: dict[str, jax.Array]) -> jax.Array:
-    """int32 [B]: an id for each row. `how`: the fields of `Sampling` as scalars, so that another setting is no other program."""
+    """int32 [B]: a drawn id per row. how: the fields of `Sampling` as scalar arrays, so that other settings do not recompile."""
     penalty, temperature = how["repetition_penalty"], how["temperature"]
     punished = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
     x = jnp.where(seen_BV & (penalty != 1), punished, logits_BV)
@@ -80,7 +80,7 @@ def draw(logits_BV: jax.Array, seen_BV: jax.Array, keys_B: jax.Array, how: dict[
     def random() -> jax.Array:
         top_k, top_p, min_p = filters = how["top_k"], how["top_p"], how["min_p"]
         y = x / temperature
-        # Sorting a vocabulary costs more than all else here.
+        # Sorting the vocabulary costs more than everything else here.
         y = jax.lax.cond((top_k > 0) | (top_p < 1) | (min_p > 0), filtered, lambda y, *_: y, y, *filters)
         return jax.vmap(jax.random.categorical)(keys_B, y)
 
@@ -92,36 +92,36 @@ def draw(logits_BV: jax.Array, seen_BV: jax.Array, keys_B: jax.Array, how: dict[
 
 
 class State(NamedTuple):
-    """Rows in the making."""
+    """State of the decoding loop."""
 
     cache: Cache
-    last_B: jax.Array  # int32 [B], the newest id, which the cache does not hold yet
-    seen_BV: jax.Array  # bool [B, V], ids of prompt and text
+    last_B: jax.Array  # int32 [B], the newest id, which is not in the cache yet
+    seen_BV: jax.Array  # bool [B, V], ids in prompt and text
     done_B: jax.Array  # bool [B]
-    keys_B: jax.Array  # one key a row
-    new: jax.Array  # int32 [], tokens behind the prompts
+    keys_B: jax.Array  # one key per row
+    new: jax.Array  # int32 [], number of tokens drawn per row
 
 
 class Drawn(NamedTuple):
     """New tokens of all rows."""
 
-    ids: Any  # int32 [B, n], -1 where a row was done
+    ids: Any  # int32 [B, n], -1 after a row is done
     log_probs: Any  # float32 [B, n], natural, of the model's own distribution: before penalty, temperature and filters
 
 
 def bucket(n: int, least: int = 16) -> int:
-    """A length of few different ones, at least n: a power of two up to 256, then a multiple of 256."""
+    """n rounded up to a power of two (up to 256) or a multiple of 256, at least `least`: few lengths mean few compilations."""
     return max(least, 1 << (n - 1).bit_length()) if n <= 256 else -(-n // 256) * 256
 
 
 def apart(cfg: ModelConfig) -> ModelConfig:
-    """The same model in one period of all its layers."""
+    """The config of the same model with a pattern as long as the model, so that every layer has its own stack."""
     kinds = pattern(cfg)
     return dataclasses.replace(cfg, pattern=tuple(kinds[i % len(kinds)] for i in range(cfg.num_layers)))
 
 
 def unstacked(stack: Any) -> list[Any]:
-    """The layers of a tree of stacked arrays or stacked declarations, as a list of trees."""
+    """A tree of stacked arrays or stacked declarations as a list of trees, one per layer."""
     leaves = jax.tree.leaves(stack, is_leaf=is_param)
     n = leaves[0].full_shape[0] if is_param(leaves[0]) else leaves[0].shape[0]
 
@@ -132,15 +132,15 @@ def unstacked(stack: Any) -> list[Any]:
 
 
 def layers_apart(blocks: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The stacks of `apart`, one for each layer, from those of the pattern's places."""
+    """The blocks of the config `apart`, one stack per layer, from one stack per position in the pattern."""
     places = [unstacked(stack) for stack in blocks]
     layers = [layer for period in itertools.zip_longest(*places) for layer in period if layer is not None]
     return tuple(jax.tree.map(lambda a: a[None], layer) for layer in layers)
 
 
 def prepared(params: Any, cfg: ModelConfig, mesh: jax.sharding.Mesh) -> tuple[Any, ModelConfig]:
-    """The same model where nothing but sampling is to come: weights in the compute dtype, and on a CPU each layer's apart, as
-    slicing a layer out of a stack copies it there, for every token."""
+    """(params, config) of the same model for sampling only: weights in the compute dtype, and on CPU each layer in a stack of its own,
+    as slicing a layer out of a larger stack would copy it for every token."""
     by_layer = mesh.devices.flat[0].platform == "cpu"
     own_cfg = apart(cfg) if by_layer else cfg
     specs = model_params(own_cfg)
@@ -153,8 +153,8 @@ def prepared(params: Any, cfg: ModelConfig, mesh: jax.sharding.Mesh) -> tuple[An
 
 
 class Sampler:
-    """Programs that sample from a model of this config on a mesh; one each for a number of rows, a length of prompts and a length
-    of the cache, all of few different values."""
+    """Samples from a model of this config on a mesh. Compiles one program per number of rows, prompt length and cache length, all of
+    which are bucketed."""
 
     def __init__(
         self,
@@ -163,9 +163,9 @@ class Sampler:
         known: int | None = None,
         stops: Sequence[int] = (),
     ):
-        """known: ids below are drawn and no others (the tokenizer's; None: all). stops: ids that end a text."""
+        """known: only ids below it are drawn (the tokenizer's size; None: all). stops: ids that end a text."""
         self._cfg = cfg
-        # A tokenizer may know more ids than the model has rows.
+        # A tokenizer may have more ids than the model has embeddings.
         self._mesh, self._known = mesh, min(known or cfg.vocab_size, cfg.vocab_size)
         self.stops = tuple(stops)
         everywhere = replicated(mesh)
@@ -174,7 +174,7 @@ class Sampler:
 
     @classmethod
     def of(cls, cfg: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer, frame: Frame) -> "Sampler":
-        """One that draws what this tokenizer reads, to where a text of this frame ends."""
+        """A sampler that draws the ids of this tokenizer and stops at the end ids of this frame."""
         return cls(cfg, mesh, tokenizer.vocab_size, frame.stops)
 
     @property
@@ -182,11 +182,11 @@ class Sampler:
         return self._cfg.max_seq_len
 
     def room(self, prompts: Sequence[np.ndarray], most: int) -> list[int]:
-        """How many tokens fit behind each of the prompts: from 1 to `most`."""
+        """Number of tokens that fit after each prompt, from 1 to `most`."""
         return [max(1, min(most, self.max_seq_len - len(ids))) for ids in prompts]
 
     def _emit(self, x_BD: jax.Array, params: Any, state: State, how: dict[str, jax.Array]) -> tuple[State, Drawn]:
-        """The next token, from the activations at the last one."""
+        """Draws the next token from the activations at the last one."""
         raw = logits(params, x_BD[:, None], self._cfg)[:, 0]
         raw = jnp.where(jnp.arange(raw.shape[-1]) < self._known, raw, -jnp.inf)
         keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys_B, state.new)
@@ -211,10 +211,10 @@ class Sampler:
         *,
         length: int,
     ) -> tuple[State, Drawn]:
-        """Reads the prompts, which begin at first_B and end together, and draws one token."""
+        """Prefill: processes the left-padded prompts, which begin at first_B, and draws one token."""
         prompts_BS = pin(prompts_BS)
         B, S = prompts_BS.shape
-        cfg = with_best_kernel(self._cfg, self._mesh, S, rows=B, segments=True)  # padding is another segment
+        cfg = with_best_kernel(self._cfg, self._mesh, S, rows=B, segments=True)  # padding is a segment of its own
         found = hidden(params, prompts_BS, cfg, cache=new_cache(self._cfg, first_B, length))
         in_prompt = jnp.arange(S) >= first_B[:, None]
         seen = jnp.zeros((B, self._cfg.vocab_size), bool).at[jnp.arange(B)[:, None], prompts_BS].max(in_prompt)
@@ -232,7 +232,7 @@ class Sampler:
         *,
         chunk: int,
     ) -> tuple[State, Drawn]:
-        """Draws `limit` more tokens, at most `chunk`, or fewer where all rows are done."""
+        """Draws `limit` <= chunk more tokens, or fewer if all rows are done."""
         B = len(state.last_B)
         cfg = with_best_kernel(self._cfg, self._mesh, 1, rows=B, cached=True)
 
@@ -252,8 +252,8 @@ class Sampler:
         return state, drawn
 
     def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> None:
-        """Raises ValueError where a prompt is empty or too long, or holds ids that are not drawn, with its number from 1 where there
-        are several."""
+        """Raises ValueError for a prompt that is empty or too long, or contains unknown ids, naming its number (from 1) if there are
+        several."""
         for number, (ids, new) in enumerate(zip(prompts, of_each(max_new_tokens, prompts), strict=True), 1):
             which = "a prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}: a prompt"
             if not len(ids):
@@ -281,11 +281,11 @@ class Sampler:
         chunk: int | None = None,
         stopped: np.ndarray | None = None,
     ) -> Iterator[Drawn]:
-        """The tokens behind each prompt (ids, at least one), piece by piece: the first alone, then `chunk` at a time (None: all).
+        """Yields the tokens after each prompt (ids, at least one) in pieces: the first token, then `chunk` at a time (None: all).
 
-        max_new_tokens: of all, or of each prompt.
-        numbers: of the rows, folded into the seed (None: 0, 1, 2, ...). stopped: bool [rows], in which the caller may set, between
-        pieces, which rows need no more. Raises ValueError where a prompt does not fit.
+        max_new_tokens: one number for all prompts, or one per prompt.
+        numbers: one per row, folded into the seed (None: 0, 1, 2, ...). stopped: bool [rows], which the caller may set between pieces
+        for rows that need no more tokens. Raises ValueError if a prompt does not fit.
         """
         checks.check(sampling)
         self.check(prompts, max_new_tokens)
@@ -342,5 +342,5 @@ class Sampler:
 
 
 def of_each(value: int | Sequence[int], prompts: Sequence[Any]) -> list[int]:
-    """A value for each prompt."""
+    """One value per prompt, from one for all or a sequence."""
     return [value] * len(prompts) if isinstance(value, int) else list(value)

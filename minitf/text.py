@@ -1,4 +1,4 @@
-"""Prompts to texts: tokens, stop strings, streams; and the texts that a run writes while it trains."""
+"""From prompts to texts: token ids, stop strings, streaming; and the samples that a run writes while it trains."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from minitf.settings import setting, setting_of
 
 
 def prompt_ids(tokenizer: Tokenizer, frame: Frame, prompt: str, *, specials: bool = False) -> np.ndarray:
-    """int32: ids of a prompt, begun as the model's texts begin. `specials`: what spells a special token is one. Raises ValueError
-    for what is no text."""
+    """int32 ids of a prompt, with the beginning of the model's frame. specials: spelled special tokens become their ids. Raises
+    ValueError for text that UTF-8 cannot encode."""
     try:
         text = prompt.encode()
     except UnicodeEncodeError as e:
@@ -25,14 +25,14 @@ def prompt_ids(tokenizer: Tokenizer, frame: Frame, prompt: str, *, specials: boo
 
 
 class Completion:
-    """What follows a prompt, growing token by token until a stop string, an id that ends a text, or the last token."""
+    """The text after a prompt, growing token by token until a stop string, an end id, or the last token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray, stops: Sequence[str] = (), ends: Sequence[int] = ()):
-        """stops: texts; one that spells a special token is that token, too. ends: ids."""
-        self.ids: list[int] = []  # up to the one with which a stop string is complete, the end token not among them
+        """stops: stop strings; one that spells a special token also matches its id. ends: ids that end the text."""
+        self.ids: list[int] = []  # including the token that completes a stop string, excluding the end token
         self.log_probs: list[float] = []
-        self.reason: str | None = None  # "stop", "end", "length"; None: it goes on
-        self.text = ""  # that will not change any more
+        self.reason: str | None = None  # "stop", "end", "length"; None: not finished
+        self.text = ""  # the part that will not change any more
         self._tokenizer, self._prompt, self._stops = tokenizer, prompt.tolist(), [s for s in stops if s]
         self._ends = dict.fromkeys(ends, "end") | {
             tokenizer.spelled[s]: "stop" for s in self._stops if s in tokenizer.spelled
@@ -40,12 +40,12 @@ class Completion:
         self._before = len(tokenizer.decode(prompt))
 
     def _decoded(self) -> str:
-        # With the prompt: in some tokenizers the text of an id depends on the ids before it.
+        # Decoded with the prompt: in some tokenizers the text of an id depends on the ids before it.
         found = self._tokenizer.decode(np.array([*self._prompt, *self.ids]))[self._before :]
         return found.decode(errors="replace")
 
     def add(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """More tokens; those after its end are left out."""
+        """Appends tokens; ignores those after the end."""
         for id_, log_prob in zip(ids, log_probs, strict=True):
             if self.reason is not None or id_ < 0:
                 return
@@ -59,14 +59,14 @@ class Completion:
                 if ends:
                     self.text, self.reason = whole[: min(ends)], "stop"
                     return None
-        # The end of the text may be a part of a character (its bytes read as U+FFFD), or of a stop string.
+        # The text may end in part of a character (its bytes decode to U+FFFD) or of a stop string: hold that back.
         whole = self._decoded().rstrip("�")
         held = max((n for stop in self._stops for n in range(1, len(stop)) if whole.endswith(stop[:n])), default=0)
         self.text = whole[: len(whole) - held]
         return None
 
     def finish(self, reason: str = "length") -> None:
-        """Nothing more will come."""
+        """Ends the text: no more tokens follow."""
         if self.reason is None:
             self.text, self.reason = self._decoded(), reason
 
@@ -85,8 +85,8 @@ def complete(
     chunk: int | None = None,
     show: Callable[[list[Completion]], None] = lambda completions: None,
 ) -> list[Completion]:
-    """The texts that follow the prompts (ids). `show` is called whenever they have grown; further keywords as of `Sampler.stream`;
-    chunk: None: 16 where there are stop strings, else all. The texts do not depend on it."""
+    """Completions of the prompts (ids). show: called whenever they have grown. chunk (None: 16 with stop strings, else all tokens)
+    does not affect the texts. Other keywords as in `Sampler.stream`."""
     found = [Completion(tokenizer, prompt, stops, sampler.stops) for prompt in prompts]
     chunk = chunk or (16 if any(stops) else None)
     stopped = np.zeros(len(prompts), bool)
@@ -109,7 +109,7 @@ def complete(
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """The texts that a run writes every `sample_every` steps."""
+    """The samples that a run writes every `sample_every` steps."""
 
     prompts: tuple[str, ...] = setting(
         ("\n",), "beginnings of texts; an empty one: the beginning of a document", nonempty=True, may_change=True
@@ -124,7 +124,7 @@ class SampleConfig:
         return Sampling(temperature=self.temperature, top_k=self.top_k)
 
 
-SAMPLE_PIECE = 64  # tokens that are drawn from one call of `between` to the next
+SAMPLE_PIECE = 64  # tokens drawn between two calls of `between`
 
 
 def sample(
@@ -136,8 +136,8 @@ def sample(
     seed: int,
     between: Callable[[], None] = lambda: None,
 ) -> str:
-    """What the model makes of the prompts, each under a line of its own. `between` is called between pieces of them; what it
-    raises ends them."""
+    """Completions of the prompts, each under a header line. between: called between pieces of SAMPLE_PIECE tokens; an exception
+    that it raises ends the sampling."""
     prompts = fixed_prompts(sampler, tokenizer, frame, cfg)
     n = sampler.room(prompts, cfg.max_new_tokens)
     pieces = dict(chunk=SAMPLE_PIECE, show=lambda completions: between())
@@ -146,7 +146,7 @@ def sample(
 
 
 def fixed_prompts(sampler: Sampler, tokenizer: Tokenizer, frame: Frame, cfg: SampleConfig) -> list[np.ndarray]:
-    """Raises ValueError for a prompt that cannot be gone on with."""
+    """Ids of cfg.prompts. Raises ValueError for a prompt that cannot be continued."""
     found = []
     for prompt in cfg.prompts:
         try:

@@ -3,10 +3,10 @@
 import sys
 import threading
 
-if __name__ == "__main__":  # what is imported below takes half a minute where nothing of it is cached
+if __name__ == "__main__":  # the imports below take half a minute if no file is cached
     starting = threading.Timer(0.8, lambda: print("starting: importing JAX", file=sys.stderr, flush=True))
     starting.daemon = True
-    if sys.stderr is not None and sys.stderr.isatty():  # someone waits
+    if sys.stderr is not None and sys.stderr.isatty():  # a person is waiting
         starting.start()
 
 import argparse
@@ -38,7 +38,7 @@ from minitf.workdir import check_params, framing_of, has_checkpoint, resolve, us
 
 
 def default_workdir(config: str) -> str:
-    """Of a run whose command does not name one."""
+    """Work directory of a run without --workdir: runs/NAME of its config file."""
     return f"runs/{Path(config.partition(':')[0]).stem}"
 
 
@@ -106,26 +106,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def guarded_train(job: Job, workdir: epath.Path, lock: lock_lib.Lock | None, start_up: StartUp) -> int:
-    """`train`, with one message in place of a traceback for what may happen to a sound program."""
+    """`train`, with a one-line message instead of a traceback for expected failures. Returns the exit status."""
     try:
         return train(job, workdir, lock, start_up)
     except Stopped as e:
         processes.say(f"stopped by {e} before its first step; the same command goes on")
         return e.status
-    except (Refused, TooLarge, NonFinite, DamagedError) as e:  # every process meets these, at the same step
+    except (Refused, TooLarge, NonFinite, DamagedError) as e:  # raised in every process, at the same step
         text = f"not finite at {e}" if isinstance(e, NonFinite) else str(e)
         status = {Refused: MISTAKE, TooLarge: MISTAKE, NonFinite: NONFINITE, DamagedError: FAILED}[type(e)]
         if processes.is_first():
             print(f"error: {text}", file=sys.stderr)
         return status
-    except BatchError as e:  # the other processes have stopped, too
+    except BatchError as e:  # the other processes have stopped with Stopped
         mistake = isinstance(e.__cause__, DataError)
         if not mistake and not isinstance(e.__cause__, LoaderError):
             traceback.print_exception(e)
         print(f"error: {e.__cause__ if mistake else e}", file=sys.stderr)
         return MISTAKE if mistake else FAILED
     except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e) or jax.process_count() > 1:  # of several, the others wait: see `guarded`
+        if "RESOURCE_EXHAUSTED" not in str(e) or jax.process_count() > 1:  # the other processes wait: see `guarded`
             raise
         print(f"error: out of memory: {str(e).splitlines()[0]}; {LOWER}", file=sys.stderr)
         return FAILED

@@ -1,4 +1,4 @@
-"""The work directory of a run: what it holds, whether a run may go on in it, and its model."""
+"""The work directory of a run: its files, whether a run may resume in it, and its model."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ from minitf.sharding.devices import make_mesh
 from minitf.sharding.mesh import MeshConfig
 from minitf.sharding.rules import shardings
 
-# And TensorBoard's event files; plugins holds its profiles.
+# Besides TensorBoard's event files. plugins holds profiles for TensorBoard.
 OURS = (
     *("config.json", "metrics.jsonl", "events.jsonl", "checkpoints", "plugins"),
     *(
@@ -45,14 +45,14 @@ OURS = (
 
 
 def resolve(workdir: str, setting: str = "--workdir") -> epath.Path:
-    """The absolute path of a work directory given in any form: relative, with a tilde, through a link, an object store's."""
+    """Absolute path of a work directory, given as a relative path, with a tilde, through a link or in an object store."""
     try:
         return epath.Path(workdir) if "://" in workdir else epath.Path(given(workdir, setting).resolve())
     except (RuntimeError, KeyError) as e:  # no such user, a loop of links, an unknown scheme
         raise ValueError(f"{setting} {workdir}: {e}") from None
 
 
-# ---- what it holds
+# ---- its files
 
 
 def written_by_us(workdir: epath.Path) -> list[epath.Path]:
@@ -61,10 +61,10 @@ def written_by_us(workdir: epath.Path) -> list[epath.Path]:
 
 
 def clear(workdir: epath.Path) -> None:
-    """Takes away an older run's files, and nothing else."""
+    """Deletes the files of an older run, and nothing else."""
     for path in written_by_us(workdir):
         if os.path.islink(path):
-            os.unlink(path)  # the link alone: what it points to is not ours
+            os.unlink(path)  # the link only: its target is not ours
         elif path.is_dir():
             path.rmtree()
         else:
@@ -72,7 +72,7 @@ def clear(workdir: epath.Path) -> None:
 
 
 def stored_config(workdir: epath.Path) -> tuple[Config, list[str]] | None:
-    """The config of the run in a directory and the settings that are newer than it; None where there is none."""
+    """(config of the run in a directory, names of settings that are newer than it); None if there is no run."""
     path = workdir / "config.json"
     if not path.exists():
         return None
@@ -83,7 +83,7 @@ def stored_config(workdir: epath.Path) -> tuple[Config, list[str]] | None:
 
 
 def differences(old: Config, new: Config) -> tuple[list[str], list[str]]:
-    """(what must not change and did, what may change and did), as lines `name: old -> new`."""
+    """(changed settings that must not change, changed settings that may), as lines `name: old -> new`."""
     before, after = flat(old), flat(new)
     lines: dict[bool, list[str]] = {False: [], True: []}
     for f in fields(Config):
@@ -93,14 +93,14 @@ def differences(old: Config, new: Config) -> tuple[list[str], list[str]]:
 
 
 def has_checkpoint(workdir: epath.Path) -> bool:
-    """Whether there is a committed checkpoint, to be read or not."""
+    """Whether there is a committed checkpoint, readable or not."""
     directory = workdir / "checkpoints"
     return directory.exists() and any(p.name.isdigit() for p in directory.iterdir())
 
 
 def begin(workdir: epath.Path, cfg: Config, overwrite: bool = False) -> tuple[bool, list[str]]:
-    """(whether a run was here already, its settings that change now as lines `name: old -> new`). Writes the resolved config of a
-    new run; one that goes on takes it over when its checkpoint has been accepted. Raises ValueError where the directory holds
+    """(whether the directory holds this run already, its settings that change now, as lines `name: old -> new`). Writes the resolved
+    config of a new run; a resumed run writes it once its checkpoint has been accepted. Raises ValueError if the directory holds
     another run, with the old and new values."""
     for parent in workdir.parents:
         if parent.name == "checkpoints" and (parent.parent / "config.json").exists():
@@ -143,7 +143,7 @@ def store_config(workdir: epath.Path, cfg: Config) -> None:
 
 @functools.cache
 def commit() -> str | None:
-    """The git commit of the code, with a + where files differ from it; None outside a repository."""
+    """Git commit of the code, with a + if files differ from it; None outside a repository."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -152,7 +152,7 @@ def commit() -> str | None:
 
 
 def use_compilation_cache(setting: str | None, workdir: epath.Path) -> None:
-    """Keeps compiled programs from one start to the next, so that a restart is quick. JAX's own variable goes first."""
+    """Turns on JAX's persistent compilation cache, for quick restarts. JAX_COMPILATION_CACHE_DIR takes precedence."""
     if setting == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     directory = workdir.parent / ".compilation_cache" if setting is None else resolve(setting, "compilation_cache")
@@ -166,12 +166,12 @@ class Model(NamedTuple):
     cfg: Config
     params: Any
     step: int
-    frame: Frame | None = None  # of its texts; None: not stored, see `frame_of`
+    frame: Frame | None = None  # frame of its texts; None: not stored, see `frame_of`
 
 
 @contextlib.contextmanager
 def checkpoints_of(workdir: epath.Path) -> Iterator[Checkpoints]:
-    """The checkpoints of a run, to read. Raises ValueError where there is none, or none that can be read."""
+    """The checkpoints of a run, read-only. Raises ValueError if there is none, or none that can be read."""
     directory = workdir / "checkpoints"
     if not directory.exists():
         raise ValueError(f"{workdir}: holds no checkpoints")
@@ -185,15 +185,15 @@ def checkpoints_of(workdir: epath.Path) -> Iterator[Checkpoints]:
 
 
 def check_params(workdir: epath.Path, specs: Any) -> None:
-    """Raises ValueError where the parameters of a run's newest checkpoint do not fit, with every array that does not."""
+    """Raises ValueError if the parameters of a run's newest checkpoint do not fit, listing every array that does not."""
     with checkpoints_of(workdir) as checkpoints:
         step, about = checkpoints.newest_about()
         check_fit(f"{workdir}, step {step}", about["arrays"], {"params": abstract_params(specs)})
 
 
 def load_params(workdir: epath.Path, target: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
-    """(parameters like the target, the checkpoint's `about`) of the newest checkpoint that can be read, or of the given step.
-    Raises ValueError where there is none, and with every array that does not fit."""
+    """(parameters like the target, the checkpoint's `about`) from the newest checkpoint that can be read, or from the given step.
+    Raises ValueError if there is none, and listing every array that does not fit."""
     with checkpoints_of(workdir) as checkpoints:
         if step is not None and step not in checkpoints.steps():
             raise ValueError(f"{workdir}: no checkpoint of step {step}; there are those of {checkpoints.steps()}")
@@ -204,8 +204,8 @@ def load_params(workdir: epath.Path, target: Any, step: int | None = None) -> tu
 
 
 def load_model(workdir: str | os.PathLike, step: int | None = None, mesh: jax.sharding.Mesh | None = None) -> Model:
-    """The config and the parameters of a run's newest checkpoint, or of the given step, on a mesh (default: one device).
-    Raises ValueError where there is none that can be read."""
+    """Config and parameters of a run's newest checkpoint, or of the given step, on a mesh (None: one device).
+    Raises ValueError if there is none that can be read."""
     directory = resolve(os.fspath(workdir), "workdir")
     stored = stored_config(directory)
     if stored is None:
@@ -218,7 +218,7 @@ def load_model(workdir: str | os.PathLike, step: int | None = None, mesh: jax.sh
 
 
 def tokenizer_of(workdir: epath.Path) -> Tokenizer:
-    """The tokenizer of a run. Raises ValueError where it has none."""
+    """The tokenizer of a run. Raises ValueError if it has none."""
     path = workdir / tokenizer_files.TOKENIZER_FILE
     if not path.exists():
         raise ValueError(
@@ -228,7 +228,7 @@ def tokenizer_of(workdir: epath.Path) -> Tokenizer:
 
 
 def stored_frame(workdir: epath.Path) -> Frame | None:
-    """The frame of a run's texts; None: a run from before it was stored."""
+    """The frame of a run's texts; None: an older run, which did not store it."""
     path = workdir / frames.FRAME_FILE
     if not path.exists():
         return None
@@ -243,7 +243,7 @@ def store_frame(workdir: epath.Path, frame: Frame) -> None:
 
 
 def framing_of(workdir: epath.Path) -> Framing:
-    """How the texts of a run that goes on begin and end: as they did. A new one's are the tokenizer's."""
+    """Framing of a run's texts: for a resumed run the same as before, for a new run the tokenizer's."""
     stored = stored_frame(workdir)
     if stored is not None:
         return lambda tokenizer: stored
@@ -251,7 +251,7 @@ def framing_of(workdir: epath.Path) -> Framing:
 
 
 def frame_of(model: Model, tokenizer: Tokenizer | None) -> Frame:
-    """The frame of a model's texts. One line on stderr says where it is not stored, but taken as it was before frames were."""
+    """The frame of a model's texts. If the run did not store it, returns the frame that older runs used, with a note on stderr."""
     if model.frame is not None:
         return model.frame
     frame = frames.of_before(tokenizer, model.cfg.data.eos_id)

@@ -1,1 +1,1 @@
-"""Services of a process: other processes, files, the terminal, devices."""
+"""Services of a process: coordination with other processes, files, the terminal, devices."""

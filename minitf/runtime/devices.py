@@ -16,23 +16,23 @@ from minitf.sharding.mesh import precision
 
 
 class Device(NamedTuple):
-    """What one JAX device of a kind has. None: not known."""
+    """Specifications of one JAX device of a kind. None: unknown."""
 
     flops: float  # dense bfloat16 FLOP/s
-    hbm: float | None = None  # bytes of memory that a program can have
-    clock: float | None = None  # cycles a second
-    ici: float | None = None  # bytes a second that it sends over all its links to other chips together
+    hbm: float | None = None  # bytes of memory available to a program
+    clock: float | None = None  # cycles per second
+    ici: float | None = None  # bytes per second, one way, over all links to other chips together
 
 
 GiB = 2**30
 # By `device_kind`. Sources:
-# - FLOP/s (float16 is as fast), TPU: cloud.google.com/tpu/docs (system architecture, per chip; v2, v3 and 7x list two devices a
-#   chip); NVIDIA: data sheets of A100, H100, H200, HGX B200 and GB200 NVL72 (half of what they say with sparsity).
-# - memory, TPU: what the compiler of libtpu 0.0.52 names when a program is too large; NVIDIA: the same data sheets, of which the
-#   driver and JAX's own reserve take some.
-# - clock: FLOP/s by the FLOPs of a cycle, which are 2 x the multipliers of the matrix units: 8 x 128^2 (v4, v5p), 4 x 128^2 (v5e),
+# - FLOP/s (float16 is as fast), TPU: cloud.google.com/tpu/docs (system architecture, per chip; v2, v3 and 7x have two devices per
+#   chip); NVIDIA: data sheets of A100, H100, H200, HGX B200 and GB200 NVL72 (half of the figures with sparsity).
+# - memory, TPU: the limit that the compiler of libtpu 0.0.52 reports when a program is too large; NVIDIA: the same data sheets; the
+#   driver and JAX's own reserve take part of it.
+# - clock: FLOP/s divided by FLOPs per cycle, 2 x the multipliers of the matrix units: 8 x 128^2 (v4, v5p), 4 x 128^2 (v5e),
 #   4 x 256^2 (v6e; 7x: a guess, of which large products reach 85 % by the compiler's estimates).
-# - links: one way, jax-ml.github.io/scaling-book, "How to think about TPUs": 45e9 a link (v4, v5e), 90e9 (v5p, v6e), 4 links on a
+# - links: one way, jax-ml.github.io/scaling-book, "How to think about TPUs": 45e9 per link (v4, v5e), 90e9 (v5p, v6e), 4 links on a
 #   2-D torus, 6 on a 3-D one; 7x: half of its chip's, from cloud.google.com/tpu/docs/tpu7x.
 V5E = Device(197e12, 15.75 * GiB, 1.5e9, 180e9)
 V5P = Device(459e12, 95.73 * GiB, 1.75e9, 540e9)
@@ -63,8 +63,8 @@ PEAK_FLOPS = {kind: device.flops for kind, device in DEVICES.items()}
 
 
 def measured_flops(dtype: str = "float32", repeats: int = 5) -> float:
-    """FLOP/s of the best of some products of square matrices on the default device, large enough to keep it busy, in as many bits
-    as those of the step."""
+    """FLOP/s of the fastest of `repeats` products of square matrices on the default device, large enough to keep it busy, with the
+    matmul precision of the step."""
     n = 1024 if jax.default_backend() == "cpu" else 8192
     x = jnp.ones((n, n), dtype)
     f = jax.jit(functools.partial(jnp.matmul, precision=precision(dtype))).lower(x, x).compile()
@@ -78,37 +78,37 @@ def measured_flops(dtype: str = "float32", repeats: int = 5) -> float:
 
 
 def listed_flops(devices: list, dtype: str) -> float | None:
-    """FLOP/s of all devices together by the table; None where it does not say. Products in float32 are full ones (`precision`): 6 to
-    30 times slower than the table says, which would hide how busy a device is."""
+    """FLOP/s of all devices together from the table; None if not listed. None for float32: its full-precision products (`precision`)
+    are 6 to 30 times slower than the table, so that MFU would not show how busy a device is."""
     flops = PEAK_FLOPS.get(devices[0].device_kind)
     return None if flops is None or dtype == "float32" else flops * len(devices)
 
 
 def peak_flops(devices: list, dtype: str) -> float:
-    """FLOP/s of all devices together: from the table, else measured, by every process at the same time. Outside a mesh, which
-    would do each product on all devices."""
+    """FLOP/s of all devices together: from the table, else measured by every process at the same time. Call it outside a mesh context,
+    in which every product would run on all devices."""
     listed = listed_flops(devices, dtype)
     if listed is not None:
         return listed
-    # CPU devices share a machine, and so may processes, which measure at the same time.
+    # CPU devices share a machine; so may processes, whose measurements are simultaneous.
     return measured_flops(dtype) * (jax.process_count() if devices[0].platform == "cpu" else len(devices))
 
 
 def measured_apart(devices: list, dtype: str) -> float:
-    """`peak_flops` while a program is under way, in a thread of its own, to which the mesh around does not reach."""
+    """`peak_flops` inside a mesh context: runs on its own thread, which does not inherit the context."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(peak_flops, devices, dtype).result()
 
 
 class PeakRate:
-    """FLOP/s of devices together, and the share of them that a run uses. Measured ones are measured again where a run is faster."""
+    """Peak FLOP/s of all devices together, and a run's utilisation. A measured peak is measured again if a run exceeds it."""
 
     def __init__(self, devices: list, dtype: str):
         self._devices, self._dtype = devices, dtype
         self._flops, self._listed = peak_flops(devices, dtype), listed_flops(devices, dtype) is not None
 
     def utilisation(self, flops: float, say: Callable[[str], None]) -> float:
-        """Of so many FLOP/s (MFU)."""
+        """Utilisation (MFU) at this many FLOP/s."""
         if flops > self._flops and not self._listed:
             again = measured_apart(self._devices, self._dtype)
             if again > self._flops:
@@ -118,7 +118,7 @@ class PeakRate:
 
 
 def free_memory(device: Any) -> float | None:
-    """Bytes that a program can still have on a device: of a CPU, what the machine and its limits leave; None: not known."""
+    """Free bytes on a device; on CPU, free memory of the machine within its limits. None: unknown."""
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
@@ -127,7 +127,7 @@ def free_memory(device: Any) -> float | None:
     except OSError:  # not Linux
         return None
     free = 1024.0 * sum(int(lines[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
-    with contextlib.suppress(OSError, ValueError):  # of a container; "max" is no limit
+    with contextlib.suppress(OSError, ValueError):  # a container's limit; "max" means none
         here = Path("/sys/fs/cgroup")
         free = min(free, int((here / "memory.max").read_text()) - int((here / "memory.current").read_text()))
     return free
