@@ -1,1 +1,1 @@
-"""What a run would need and do on devices that are not here."""
+"""Estimates memory, communication and time of a run on devices that are not attached."""

@@ -1,7 +1,7 @@
-"""What a run would need and do on devices that are not here: python -m minitf.plan --config FILE --topology v5e:16x16
+"""Estimates a run on devices that are not attached: python -m minitf.plan --config FILE --topology v5e:16x16
 
-The real train step is compiled ahead of time for the topology, on this machine's CPU, and its program is read. Nothing is run, no
-data are read and no device is touched. Needs the package libtpu: pip install '.[plan]'.
+Compiles the real train step ahead of time for the topology, on this host's CPU, and analyses the compiled program. Runs nothing,
+reads no data and touches no device. Needs the package libtpu: pip install '.[plan]'.
 """
 
 import argparse

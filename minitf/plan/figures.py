@@ -1,4 +1,4 @@
-"""What the program of a step needs and does; and a search over settings."""
+"""Memory, FLOPs, communication and estimated time of a compiled train step; and a search over settings."""
 
 import dataclasses
 import math
@@ -24,22 +24,22 @@ from minitf.sharding.devices import host_count, platform_of
 from minitf.sharding.mesh import batch_shards, mesh_settings
 from minitf.training.step import Batch
 
-DOES_NOT_FIT = 1  # exit status; 2: a mistake in settings, as everywhere
-KERNEL_EFFICIENCY = 0.5  # share of peak FLOP/s that an attention kernel is taken to reach
+DOES_NOT_FIT = 1  # exit status; 2: a mistake in settings, as in all commands
+KERNEL_EFFICIENCY = 0.5  # fraction of peak FLOP/s that attention kernels are assumed to reach
 
 
-# ---- what the program needs and does
+# ---- figures of the compiled program
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes on one device."""
+    """Bytes of a tree of sharded arrays on one device."""
     return sum(
         math.prod(a.sharding.shard_shape(a.shape)) * jax.numpy.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree)
     )
 
 
 def memory(compiled: jax.stages.Compiled, state: Any, batch: Batch) -> dict[str, int]:
-    """Bytes on one device by kind. What is in `total` exists during a step."""
+    """Kind -> bytes on one device. `total` is the sum of the kinds before it, all allocated during a step."""
     m = compiled.memory_analysis()
     kinds = {
         "parameters": local_bytes(state.params),
@@ -57,15 +57,15 @@ def memory(compiled: jax.stages.Compiled, state: Any, batch: Batch) -> dict[str,
     }
 
 
-# Products of the size queries x keys x head that a call of a kernel does; a backward pass forms scores and their gradient anew.
+# Number of queries x keys x head size products per kernel call; the backward pass recomputes the scores, and then their gradient.
 PRODUCTS = {"splash_mha_fwd": 2, "splash_mqa_fwd": 2, "splash_mha_dkv": 5, "splash_mqa_dkv": 5}
 PRODUCTS |= {"splash_mha_dq": 3, "splash_mqa_dq": 3}
-APART = {"splash_mha_dkv": 4, "splash_mqa_dkv": 4}  # where a kernel of its own gives the gradient of the queries
+APART = {"splash_mha_dkv": 4, "splash_mqa_dkv": 4}  # if a separate kernel computes the gradient of the queries
 
 
 def kernel_flops(found: list[hlo.KernelCall], seen: float) -> list[dict[str, Any]]:
-    """The kernels with their FLOPs a step on one device; None for those that are not known here. `seen`: the mean share of the
-    square of queries and keys that a mask leaves."""
+    """The kernels with their FLOPs per step on one device; None for unknown kernels. seen: mean fraction of (query, key) pairs that
+    the mask allows."""
     apart = any("_dq" in k.name for k in found)
     rows = []
     for k in found:
@@ -82,14 +82,14 @@ def kernel_flops(found: list[hlo.KernelCall], seen: float) -> list[dict[str, Any
 
 
 def in_a_slice(mesh: jax.sharding.Mesh) -> dict[str, int]:
-    """The sizes of the mesh's axes within one slice, whose program numbers its own devices alone."""
+    """Sizes of the mesh axes within one slice; the program of a slice numbers only the slice's devices."""
     number = np.vectorize(lambda d: getattr(d, "slice_index", None) or 0)(mesh.devices)
     across = [len(set(np.moveaxis(number, i, 0).reshape(n, -1)[:, 0])) for i, n in enumerate(number.shape)]
     return {axis: n // k for (axis, n), k in zip(mesh.shape.items(), across, strict=True)}
 
 
 def by_kind(module: hlo.Module, run: hlo.Runs, job: job_lib.Job) -> list[dict[str, Any]]:
-    """Collectives of the same kind, axes and place, their calls and bytes a step on one device added up."""
+    """Collectives by kind, axes, group size and whether they cross slices, with total calls and bytes per step on one device."""
     slices = host_count(list(job.mesh.devices.flat))
     rows: dict[tuple, dict[str, Any]] = {}
 
@@ -100,7 +100,7 @@ def by_kind(module: hlo.Module, run: hlo.Runs, job: job_lib.Job) -> list[dict[st
             (kind, axes, group, across),
             {
                 "kind": kind,
-                "axes": None if axes is None else list(axes),  # None: along no axes of the mesh
+                "axes": None if axes is None else list(axes),  # None: along no mesh axes
                 "group": group,
                 "across_slices": across,
                 "count": 0,
@@ -115,7 +115,7 @@ def by_kind(module: hlo.Module, run: hlo.Runs, job: job_lib.Job) -> list[dict[st
     for c in hlo.collectives(module, run, in_a_slice(job.mesh)):
         add(c.kind, c.axes, len(c.group), False, c.count, c.wire, c.wire * c.synchronous)
     for t in hlo.transfers(module, run):
-        # What is gathered is given in parts, of the others the whole.
+        # The compiler gives the bytes of one part for all-gathers, of the whole for other kinds.
         result = t.nbytes * slices if t.kind == "all-gather" else t.nbytes
         wire = hlo.WIRE.get(t.kind, hlo.WIRE["collective-permute"])(
             result / slices if t.kind == "reduce-scatter" else result, slices
@@ -125,7 +125,7 @@ def by_kind(module: hlo.Module, run: hlo.Runs, job: job_lib.Job) -> list[dict[st
 
 
 def plan(job: job_lib.Job, name: str) -> dict[str, Any]:
-    """What the job needs and does on the topology whose devices it is on; only that it does not fit where it does not."""
+    """All figures of the job on its topology `name`. If the step does not fit into memory, only the memory needed and available."""
     cfg, mesh = job.cfg, job.mesh
     devices = list(mesh.devices.flat)
     device = DEVICES[devices[0].device_kind]
@@ -158,7 +158,7 @@ def plan(job: job_lib.Job, name: str) -> dict[str, Any]:
         }
     found["compile_s"] = time.perf_counter() - began
     needs = memory(compiled, functions.state, abstract_batch(job))
-    if platform_of(mesh) == "gpu" and needs["total"] > device.hbm:  # its compiler does not look
+    if platform_of(mesh) == "gpu" and needs["total"] > device.hbm:  # the GPU's compiler does not check
         return found | {"fits": False, "needs_bytes": needs["total"], "has_bytes": device.hbm}
     module = hlo.parse(compiled.as_text())
     run = hlo.runs(module)
@@ -172,7 +172,7 @@ def plan(job: job_lib.Job, name: str) -> dict[str, Any]:
 
 
 def work(module: hlo.Module, run: hlo.Runs, job: job_lib.Job, known: dict[str, Any]) -> dict[str, Any]:
-    """What a step computes and sends, and how long that may take; with what is assumed."""
+    """Computation, communication and estimated time of a step, with the assumptions."""
     cfg, devices = job.cfg, list(job.mesh.devices.flat)
     device = DEVICES[devices[0].device_kind]
     collectives = by_kind(module, run, job)
@@ -214,7 +214,7 @@ def work(module: hlo.Module, run: hlo.Runs, job: job_lib.Job, known: dict[str, A
 
 
 def assumptions(job: job_lib.Job, device: Device, found: dict[str, Any], unknown: tuple[str, ...]) -> list[str]:
-    """What the figures take for granted."""
+    """The assumptions behind the figures, as lines of text."""
     if device.clock is None:
         return [
             "no time: the compiler estimates none for this device",
@@ -243,7 +243,7 @@ def assumptions(job: job_lib.Job, device: Device, found: dict[str, Any], unknown
     return told
 
 
-# ---- other settings that fit
+# ---- search over settings
 
 
 def with_settings(job: job_lib.Job, devices: list, remat: str, batch_size: int, accumulation: int) -> job_lib.Job:
@@ -253,8 +253,8 @@ def with_settings(job: job_lib.Job, devices: list, remat: str, batch_size: int, 
 
 
 def search(job: job_lib.Job, name: str) -> Iterator[dict[str, Any]]:
-    """The plans of other settings: for each remat policy the batch in ever more parts until it fits; where it does in one part,
-    ever larger batches until one does not, at most four times the config's."""
+    """Yields plans of other settings: for each remat policy, more and more microbatches until the step fits; if it fits with one,
+    larger and larger batches until one does not fit, up to four times the config's."""
     cfg, devices = job.cfg, list(job.mesh.devices.flat)
     rows = cfg.batch_size // batch_shards(job.mesh)
     parts = [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
@@ -280,9 +280,9 @@ def search(job: job_lib.Job, name: str) -> Iterator[dict[str, Any]]:
                     break
 
 
-# ---- what is printed
+# ---- progress
 
 
 def tell(text: str) -> None:
-    """Progress, which is not the result."""
+    """Prints progress to stderr; stdout has only results."""
     print(text, file=sys.stderr, flush=True)

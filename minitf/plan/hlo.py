@@ -1,7 +1,7 @@
-"""What a compiled program does, read from its text (`compiled.as_text()`): how often each part runs, the compiler's own estimate of
-its cycles, what travels between devices, and calls of Pallas kernels. Needs neither JAX nor the device.
+"""Analyses a compiled program from its HLO text (`compiled.as_text()`): how often each part runs, the compiler's own estimate of its
+cycles, the collectives, and calls of Pallas kernels. Needs neither JAX nor the device.
 
-HLO of three backends is read, which say the same things in different words: see each function.
+Reads the HLO of three backends, which express the same facts differently: see each function.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 def elements(shape: str) -> list[str]:
-    """The elements of a tuple's shape, `(a, (b, c))` -> [`a`, `(b, c)`]; of an array's, itself."""
+    """Elements of a tuple shape, `(a, (b, c))` -> [`a`, `(b, c)`]; for an array shape, a list of itself."""
     shape = re.sub(r"/\*.*?\*/", "", shape).strip()
     if not shape.startswith("("):
         return [shape]
@@ -30,13 +30,13 @@ def elements(shape: str) -> list[str]:
 
 
 def bits(dtype: str) -> int:
-    """bf16 -> 16, f8e4m3fn -> 8, s4 -> 4; a token has none."""
+    """Bits per element: bf16 -> 16, f8e4m3fn -> 8, s4 -> 4; 0 for a token."""
     number = re.search(r"\d+", dtype)
     return 8 if dtype == "pred" else int(number[0]) if number else 0
 
 
 def nbytes(shape: str) -> int:
-    """Bytes of an array or of all arrays of a tuple, without padding."""
+    """Bytes of an array, or of all arrays in a tuple, without padding."""
     parts = elements(shape)
     if parts != [shape.strip()]:
         return sum(map(nbytes, parts))
@@ -55,16 +55,16 @@ class Instruction(NamedTuple):
     shape: str  # of the result
     op: str
     operands: str
-    attributes: str  # what follows the operands
+    attributes: str  # the text after the operands
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of the pattern in what follows the operands."""
+        """First group of the pattern's first match in the attributes; None without a match."""
         found = re.search(pattern, self.attributes)
         return None if found is None else found[1]
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from."""
+        """Its origin in the traced program; "" if unknown."""
         return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"') or ""
 
 
@@ -74,14 +74,13 @@ class Module(NamedTuple):
 
 
 BEGIN = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$")
-END = re.compile(
-    r"\}(, \w+=\S+)?"
-)  # no other line: the metadata of a kernel span lines, one of which begins with a bracket
+# The whole line must match: metadata of a kernel span several lines, one of which begins with a bracket.
+END = re.compile(r"\}(, \w+=\S+)?")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
 
 
 def closing(text: str, start: int) -> int:
-    """The place of the bracket that closes the one at `start`."""
+    """Index of the bracket that closes the one at `start`."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")
@@ -91,7 +90,7 @@ def closing(text: str, start: int) -> int:
 
 
 def instruction(text: str) -> Instruction:
-    """Of `%name = SHAPE op(operands), attributes`. Raises ValueError where it is none."""
+    """Parses `%name = SHAPE op(operands), attributes`. Raises ValueError for an unclosed bracket."""
     name, rest = INSTRUCTION.fullmatch(text).groups()
     end = closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
@@ -101,7 +100,7 @@ def instruction(text: str) -> Instruction:
 
 
 def parse(text: str) -> Module:
-    """The computations of a module's text. Raises ValueError where there is no entry."""
+    """Parses a module's text. Raises ValueError if it has no ENTRY computation."""
     computations: dict[str, list[str]] = {}
     entry = current = None
     for line in text.splitlines():
@@ -129,15 +128,15 @@ def names(text: str | None) -> list[str]:
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
-    """How often a while's body runs; None where it depends on data. CPU and GPU say it; of a TPU's it is the constant that the
-    condition compares the counter with, which begins at 0."""
+    """How often a while's body runs; None if it depends on data. HLO of CPU and GPU states it; on TPU it is the constant that the
+    condition compares with the counter, which starts at 0."""
     known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
     if known is not None:
         return int(known)
     condition = module.computations.get(loop.attribute(r"condition=%?([\w.\-]+)") or "", [])
     constants = {i.name: int(i.operands) for i in condition if i.op == "constant" and i.operands.isdigit()}
     compares = [i for i in condition if i.op == "compare"]
-    if not compares:  # wrapped into a fusion, to which the constant is given
+    if not compares:  # the compare is inside a fusion, which takes the constant as an operand
         for called in condition:
             inside = module.computations.get(called.attribute(r"calls=%?([\w.\-]+)") or "", [])
             given = names(re.sub(r"/\*.*?\*/", "", called.operands))
@@ -155,13 +154,13 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
     return None
 
 
-CALLED = {  # op -> where it names the computations that it runs; functions of scalars, as of a reduce, are left out
+CALLED = {  # op -> pattern of the computations that it runs; scalar functions, such as a reduce's, are not counted
     "while": r"(?:body|condition)=(%?[\w.\-]+)",
     "conditional": r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))",
     "fusion": r"calls=(%?[\w.\-]+)",
     "call": r"to_apply=(%?[\w.\-]+)",
     "custom-call": r"called_computations=\{([^}]*)\}",
-    # Beside their caller, on another core of the chip or on its links.
+    # These run concurrently with their caller, on another core of the chip or on its links.
     "async-start": r"(?:calls|to_apply)=(%?[\w.\-]+)",
     "call-start": r"(?:calls|to_apply)=(%?[\w.\-]+)",
     "custom-call-start": r"called_computations=\{([^}]*)\}",
@@ -169,16 +168,17 @@ CALLED = {  # op -> where it names the computations that it runs; functions of s
 
 
 class Runs(NamedTuple):
-    """How often computations run in one run of the module."""
+    """How often each computation runs per execution of the module."""
 
-    counts: dict[str, int]  # of those that run at all
-    fused: frozenset[str]  # those that are the inside of a fusion
-    asynchronous: frozenset[str]  # those that run beside their caller
-    unknown: tuple[str, ...]  # whiles whose trip count depends on data: counted once
+    counts: dict[str, int]  # computations that run at all -> number of runs
+    fused: frozenset[str]  # computations inside a fusion
+    asynchronous: frozenset[str]  # computations that run concurrently with their caller
+    unknown: tuple[str, ...]  # whiles whose trip count depends on data: counted as one iteration
 
 
 def runs(module: Module) -> Runs:
-    """Bodies count as often as their while turns; of a conditional each branch counts once, though only one of them runs."""
+    """Run counts of all computations. A while's body counts once per iteration; each branch of a conditional counts once, though
+    only one of them runs."""
     calls: list[tuple[str, str, int]] = []  # (caller, callee, times)
     fused, asynchronous, unknown = set(), set(), []
     for caller, instructions in module.computations.items():
@@ -218,19 +218,19 @@ def runs(module: Module) -> Runs:
 
 
 class Cost(NamedTuple):
-    cycles: int  # of all runs
+    cycles: int  # sum over all runs
     count: int
     instruction: Instruction
 
 
 def costs(module: Module, run: Runs) -> list[Cost]:
-    """The compiler's estimates of a TPU's cycles, the dearest first; CPU and GPU give none. They cover neither collectives nor
-    kernels; what is inside a fusion is in the fusion's own; what another core does meanwhile is left out."""
+    """The compiler's cycle estimates for TPUs, largest first; CPU and GPU give none. They exclude collectives and kernels. A fusion's
+    estimate includes its inside; computations on another core are left out."""
     found = []
     for name, count in run.counts.items():
         for i in () if name in run.fused | run.asynchronous else module.computations[name]:
             cycles = i.attribute(r'"estimated_cycles":"(\d+)"')
-            if cycles is not None and int(cycles) < 2**62:  # a larger one stands for none
+            if cycles is not None and int(cycles) < 2**62:  # larger values mean "no estimate"
                 found.append(Cost(count * int(cycles), count, i))
     return sorted(found, key=lambda c: -c.cycles)
 
@@ -245,7 +245,7 @@ COLLECTIVE_KINDS = (
     "ragged-all-to-all",
     "collective-permute",
 )
-WIRE = {  # bytes that each of g devices sends, of a result of R bytes, on a ring
+WIRE = {  # bytes that each of g devices sends on a ring, for a result of R bytes
     "all-reduce": lambda R, g: 2 * R * (g - 1) / g,
     "all-gather": lambda R, g: R * (g - 1) / g,
     "reduce-scatter": lambda R, g: R * (g - 1),
@@ -256,18 +256,18 @@ WIRE = {  # bytes that each of g devices sends, of a result of R bytes, on a rin
 
 
 class Collective(NamedTuple):
-    kind: str  # one of KINDS
-    axes: tuple[str, ...] | None  # of the mesh, along which the groups lie; None: along none of them
-    group: tuple[int, ...]  # the first group: numbers of devices in the order of the mesh
-    count: int  # in one run of the module
-    nbytes: int  # of one result on one device
-    wire: float  # bytes that a device sends for one
-    synchronous: bool  # nothing else is computed meanwhile
+    kind: str  # one of COLLECTIVE_KINDS
+    axes: tuple[str, ...] | None  # mesh axes of its groups; None: the groups match no mesh axes
+    group: tuple[int, ...]  # the first group: device indices in mesh order
+    count: int  # runs per execution of the module
+    nbytes: int  # bytes of one result on one device
+    wire: float  # bytes that a device sends per run
+    synchronous: bool  # not overlapped with computation
     instruction: Instruction
 
 
 def in_order(dims: list[int], transposed: list[int] | None = None) -> list[int]:
-    """The numbers 0, 1, ... of an array of these dimensions, read after a transposition."""
+    """0, 1, ... as an array of these dimensions, transposed and flattened."""
     order = range(len(dims)) if transposed is None else transposed
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     return [
@@ -281,7 +281,7 @@ def consecutive(numbers: list[int], size: int) -> list[tuple[int, ...]]:
 
 
 def along(mesh: Mapping[Any, int], axes: tuple) -> list[tuple[int, ...]]:
-    """The groups of devices that differ in their places on these axes only."""
+    """Groups of devices whose coordinates differ along these axes only."""
     all_axes = list(mesh)
     inner = [all_axes.index(a) for a in axes]
     outer = [i for i in range(len(all_axes)) if i not in inner]
@@ -293,8 +293,8 @@ def integers(text: str) -> list[int]:
 
 
 def groups(i: Instruction, devices: int) -> list[tuple[int, ...]]:
-    """Which devices take part together, by their numbers. Written in four ways: `mesh['data'=2,'fsdp'=4] {'fsdp'}`,
-    `[4,2]<=[2,4]T(1,0)`, `{{0,1},{2,3}}`, and pairs of source and target; none: all."""
+    """Groups of device indices of a collective. HLO has four forms: `mesh['data'=2,'fsdp'=4] {'fsdp'}`,
+    `[4,2]<=[2,4]T(1,0)`, `{{0,1},{2,3}}`, and source-target pairs; without any, all devices are one group."""
     named = re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", i.attributes)
     if named:
         found = named_groups(named[1], named[3])
@@ -311,7 +311,7 @@ def groups(i: Instruction, devices: int) -> list[tuple[int, ...]]:
 
 
 def named_groups(mesh: str, axes: str) -> list[tuple[int, ...]]:
-    """Of `'a'=2,'b'=8` the groups along `'b'`, or along a part of an axis: `'b':(2)4` is the part of 4 inside 2."""
+    """Groups along axes, such as `'b'`, of a mesh `'a'=2,'b'=8`, or along a factor of an axis: `'b':(2)4` is the factor 4 inside 2."""
     parts: dict[Any, int] = {}
     chosen = []
     for name, size in re.findall(r"'([^']+)'=(\d+)", mesh):
@@ -327,13 +327,13 @@ def named_groups(mesh: str, axes: str) -> list[tuple[int, ...]]:
 
 
 def iota(text: str) -> list[int]:
-    """The device numbers of `[..]<=[2,4]T(1,0)` or `[2,4]T(1,0)`."""
+    """Device indices of `[..]<=[2,4]T(1,0)` or `[2,4]T(1,0)`, flattened."""
     dims, _, order = text.rpartition("<=")[2].partition("T")
     return in_order(integers(dims), integers(order) if order else None)
 
 
 def axes_of(found: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes along which these groups lie. Axes of one device are named by none."""
+    """The mesh axes that form these groups, without axes of size 1; None if none do."""
     wide = [a for a, n in mesh.items() if n > 1]
     as_sets = lambda gs: {frozenset(g) for g in gs}
     for n in range(len(wide) + 1):
@@ -344,7 +344,7 @@ def axes_of(found: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str,
 
 
 def permuted(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which sources and targets differ."""
+    """Mesh axes along which sources and targets differ."""
     sizes = list(mesh.values())
     place = lambda d: [d // math.prod(sizes[i + 1 :]) % n for i, n in enumerate(sizes)]
     differ = lambda i: any(place(a)[i] != place(b)[i] for a, b in pairs)
@@ -352,17 +352,17 @@ def permuted(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str
 
 
 def result_bytes(i: Instruction, kind: str) -> int:
-    """Bytes of what a collective gives. A start gives its operands, too, and what it waits with."""
+    """Bytes of a collective's result; for a -start op without its operands and synchronisation state, which its shape includes."""
     if i.op == kind or kind == "all-reduce":
         return nbytes(i.shape)
     return nbytes(elements(i.shape)[1])
 
 
 def collectives(module: Module, run: Runs, mesh: Mapping[str, int]) -> list[Collective]:
-    """Every collective of more than one device, with how often it runs. `mesh`: its axes, with their sizes.
+    """Every collective of more than one device, with how often it runs. mesh: axis -> size.
 
-    On TPUs: a collective beside which others compute is written into the fusions that start it, go on with it and end it, and
-    counts where it starts; an all-reduce inside a fusion named after it is a reduce-scatter, and synchronous."""
+    On TPU, a collective that overlaps computation appears in the fusions that start, continue and end it, and is counted where it
+    starts. An all-reduce inside a fusion named after reduce-scatter is a reduce-scatter, and synchronous."""
     found = []
     for name, count in run.counts.items():
         instructions = module.computations[name]
@@ -402,16 +402,16 @@ def collectives(module: Module, run: Runs, mesh: Mapping[str, int]) -> list[Coll
 
 
 class Transfer(NamedTuple):
-    """What goes to other slices, through their hosts."""
+    """A transfer to other slices, through their hosts."""
 
-    kind: str  # of the collective that it is part of
-    count: int  # in one run of the module
-    nbytes: int  # of what one device gives
+    kind: str  # kind of the collective that it is part of
+    count: int  # runs per execution of the module
+    nbytes: int  # bytes that one device contributes
     instruction: Instruction
 
 
 def transfers(module: Module, run: Runs) -> list[Transfer]:
-    """Sends to other slices of a TPU. Collectives within a slice number its devices from 0 in such a module."""
+    """Sends to other TPU slices. In such a module, collectives within a slice number its devices from 0."""
     found = []
     for name, count in run.counts.items():
         for i in module.computations[name]:
@@ -427,14 +427,14 @@ PALLAS = ("tpu_custom_call", "mosaic_gpu", "__gpu$xla.gpu.triton")  # targets of
 
 
 class KernelCall(NamedTuple):
-    name: str  # of the Pallas call
-    count: int  # in one run of the module
-    operands: tuple[str, ...]  # their shapes
+    name: str  # name of the Pallas call
+    count: int  # runs per execution of the module
+    operands: tuple[str, ...]  # shapes of the operands
     instruction: Instruction
 
 
 def kernels(module: Module, run: Runs) -> list[KernelCall]:
-    """Calls of Pallas kernels, of which the compiler estimates nothing."""
+    """Calls of Pallas kernels, for which the compiler has no estimates."""
     found = []
     for name, count in run.counts.items():
         for i in module.computations[name]:
@@ -449,7 +449,7 @@ def kernels(module: Module, run: Runs) -> list[KernelCall]:
 
 # ---- arrays
 
-# What gives no array of its own.
+# Ops that allocate no array.
 VIEWS = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call opt-barrier optimization-barrier domain".split()
 )
@@ -458,12 +458,12 @@ VIEWS = frozenset(
 class Array(NamedTuple):
     shape: str  # bf16[8,128]
     nbytes: int
-    op_name: str  # where in the traced program one of them comes from; "" where the compiler does not say
-    count: int  # of instructions that give such an array, not all at the same time
+    op_name: str  # origin of one of them in the traced program; "" if the compiler does not give it
+    count: int  # number of instructions that produce such an array, not all at the same time
 
 
 def formed_arrays(module: Module, run: Runs) -> list[Array]:
-    """What the program forms in the device's main memory, by shape, the largest first."""
+    """Arrays that the program allocates in the device's main memory, by shape, largest first."""
     origins: dict[str, list[str]] = {}
     for name in run.counts:
         for i in () if name in run.fused else module.computations[name]:
@@ -471,9 +471,8 @@ def formed_arrays(module: Module, run: Runs) -> list[Array]:
                 continue
             for element in elements(i.shape):
                 plain = re.match(r"\w+\[[\d,]*\]", element)
-                if plain and not re.search(
-                    r"S\([1-9]\d*\)", element
-                ):  # those are other memories: the core's, the host's
+                # S(1) and above are other memories: the core's, the host's.
+                if plain and not re.search(r"S\([1-9]\d*\)", element):
                     origins.setdefault(plain[0], []).append(i.op_name)
 
     def origin(found: list[str]) -> str:

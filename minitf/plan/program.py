@@ -1,4 +1,4 @@
-"""The train step, compiled ahead of time for devices that are not here."""
+"""The train step, compiled ahead of time for devices that are not attached."""
 
 import re
 
@@ -20,7 +20,7 @@ from minitf.training.step import Batch
 
 
 def vocabulary(cfg: Config) -> int:
-    """The model's, without data. Raises ValueError where it follows from them."""
+    """Vocabulary size of the model, without data. Raises ValueError if it depends on the data."""
     if cfg.model.vocab_size is not None:
         return cfg.model.vocab_size
     d = cfg.data
@@ -33,15 +33,15 @@ def vocabulary(cfg: Config) -> int:
 
 
 def job_of(cfg: Config, devices: list) -> job_lib.Job:
-    """The job on these devices, without data. Raises ValueError where they do not fit."""
+    """The job on these devices, without data. Raises ValueError if config and devices do not fit."""
     o = cfg.optimizer
-    # A length in epochs follows from the data; the step is the same for any.
+    # A length in epochs depends on the data; the compiled step is the same for any length.
     steps = o.warmup_steps + (o.decay_steps or 1) if cfg.epochs is not None else config_lib.total_steps(cfg, 0)
     return job_lib.design(cfg, steps, vocabulary(cfg), devices)
 
 
 def abstract_batch(job: job_lib.Job) -> Batch:
-    """Shapes of a batch, laid out as the real ones are."""
+    """Shapes, dtypes and shardings of a real batch."""
     cfg, layout = job.cfg, batch_sharding(job.mesh)
     fields = ISOLATED if pipeline.has_segments(cfg.data) else TOKENS
     shape = (cfg.batch_size, cfg.seq_len)
@@ -57,14 +57,14 @@ class OutOfMemory(Exception):
 
 
 BINARY_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-OUT_OF_MEMORY = (  # (needed, had), each number and unit, as compilers say it
+OUT_OF_MEMORY = (  # compilers' messages; groups: number and unit needed, number and unit available
     re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
     re.compile(r"Used ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm"),
 )
 
 
 def too_large(message: str) -> OutOfMemory | None:
-    """What a compiler's message says of memory that a program lacks."""
+    """OutOfMemory from a compiler's message; None for another message."""
     for pattern in OUT_OF_MEMORY:
         if found := pattern.search(message):
             needs, unit, has, has_unit = found.groups()
@@ -73,12 +73,12 @@ def too_large(message: str) -> OutOfMemory | None:
 
 
 def compile_step(job: job_lib.Job) -> tuple[jax.stages.Compiled, job_lib.Program]:
-    """The program that training would run, and what it is for. Raises TooLarge; ValueError where the compiler refuses it."""
+    """(compiled train step, the job's jitted functions). Raises OutOfMemory; ValueError if the compiler refuses the step."""
     functions = job_lib.program(job)
     with surroundings(job.mesh, job.cfg.model.dtype):
         try:
             lowered = functions.step.lower(functions.state, abstract_batch(job))
-        except RuntimeError as e:  # JAX looks for it when it traces
+        except RuntimeError as e:  # JAX looks for cuDNN during tracing
             if "cuDNN" not in str(e):
                 raise
             raise ValueError(

@@ -8,12 +8,12 @@ from minitf.runtime.terminal import columns, human
 
 
 def gib(n: float) -> str:
-    """Of memory."""
+    """Bytes of memory as text, in binary units."""
     return f"{n / GiB:.3f} GiB" if n >= GiB / 100 else f"{n / 2**20:.3f} MiB"
 
 
 def gb(n: float) -> str:
-    """Of what is sent."""
+    """Bytes sent as text, in decimal units."""
     return f"{human(n)}B"
 
 
@@ -30,7 +30,7 @@ def place(c: dict[str, Any]) -> str:
 
 
 def describe_plan(p: dict[str, Any]) -> str:
-    """A plan as text."""
+    """One plan as lines of text."""
     mesh = ", ".join(f"{axis}={n}" for axis, n in p["mesh"].items())
     across = f" in {p['slices']} slices" if p["slices"] > 1 else ""
     lines = [
@@ -96,12 +96,12 @@ COLUMNS = {
 
 
 def comparison(plans: list[dict[str, Any]], first: dict[str, Any]) -> str:
-    """A line for each plan; `first`: the columns that tell them apart."""
+    """A table with one line per plan. first: the columns that distinguish the plans."""
 
     def cell(show: Any, p: dict[str, Any]) -> str:
         try:
             return show(p)
-        except KeyError:  # not known where it does not fit, or on this device
+        except KeyError:  # unknown if the step does not fit, or for this device
             return "-"
 
     shown = {**first, **COLUMNS}
@@ -116,7 +116,7 @@ SEARCHED = {
 
 
 def searched(plans: list[dict[str, Any]]) -> str:
-    """The table of a search, and which settings give the most tokens a second."""
+    """The table of a search, and the settings with the most tokens per second."""
     text = comparison(plans, SEARCHED)
     why = {p["why"] for p in plans if "why" in p}
     timed = [p for p in plans if "time" in p]

@@ -1,4 +1,4 @@
-"""Devices that are not here: what a compiler of theirs needs to know to compile for them."""
+"""Descriptions of devices that are not attached, for their compilers."""
 
 import contextlib
 import importlib.util
@@ -10,37 +10,37 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Set before a TPU's compiler is loaded: it would ask Google's cloud for the machine's own TPU; two processes could not have it at the
-# same time; and it would leave logs.
+# Set before the TPU compiler is loaded: otherwise it would query Google Cloud's metadata for a TPU of this host, could not be loaded
+# by two processes at the same time, and would write log files.
 ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
 
 
 class Generation(NamedTuple):
-    """A kind of TPU."""
+    """A TPU generation."""
 
-    dims: int  # of its torus
+    dims: int  # dimensions of its torus
     example: str
-    options: dict[str, Any]  # of get_topology_desc
+    options: dict[str, Any]  # for get_topology_desc
 
 
 TPUS = {
-    # Its two cores are one device, as JAX has it on a real one.
+    # Two cores are one device, as with JAX on a real one.
     "v4": Generation(3, "v4:4x4x4", {"chip_config_name": "megacore"}),
     "v5e": Generation(2, "v5e:16x16", {}),
     "v5p": Generation(3, "v5p:8x8x8", {}),
     "v6e": Generation(2, "v6e:16x16", {}),
-    "tpu7x": Generation(3, "tpu7x:4x4x4", {}),  # two devices a chip
+    "tpu7x": Generation(3, "tpu7x:4x4x4", {}),  # two devices per chip
 }
 
 
 class Gpu(NamedTuple):
-    name: str  # as the driver says it, a key of metrics.DEVICES
+    name: str  # as reported by the driver, a key of devices.DEVICES
     memory: int  # bytes
-    bandwidth: int  # of the memory, bytes a second
+    bandwidth: int  # of the memory, bytes per second
 
 
-# Of NVIDIA's Hopper (CUDA C++ programming guide, technical specifications of compute capability 9.0; data sheets of H100 SXM and
-# H200), in the form of an xla.gpu.GpuTargetConfigProto.
+# NVIDIA's Hopper (CUDA C++ programming guide, technical specifications of compute capability 9.0; data sheets of H100 SXM and
+# H200), as an xla.gpu.GpuTargetConfigProto.
 HOPPER = """
 gpu_device_info {{
   cuda_compute_capability {{ major: 9 minor: 0 }}
@@ -81,7 +81,7 @@ KNOWN = (
 
 
 def find_devices(name: str) -> list:
-    """The devices of a topology. Raises ValueError where there is none of that name, or no compiler."""
+    """The devices of a topology. Raises ValueError if the name is unknown or the compiler is not installed."""
     form = re.fullmatch(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)", name)
     if form is None or form[2] not in {**TPUS, **GPUS}:
         raise ValueError(f"--topology {name}: no such topology; known: {KNOWN}")
@@ -128,7 +128,7 @@ def described_devices(name: str, ask: Callable[[Callable], Any]) -> list:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing on stderr: libtpu writes there that it is on no TPU."""
+    """Discards stderr inside the block: libtpu warns there that there is no TPU."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -141,5 +141,5 @@ def quiet() -> Iterator[None]:
 
 
 def first_line(e: Exception) -> str:
-    """The first line of an error of XLA's, without its code."""
+    """First line of an XLA error, without its status code."""
     return re.sub(r"^[A-Z_]+: ", "", str(e)).strip().splitlines()[0]

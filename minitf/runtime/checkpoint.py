@@ -1,7 +1,7 @@
-"""Checkpoints through Orbax: written behind the step, committed atomically, restored on any mesh, and never trusted unread.
+"""Checkpoints with Orbax: written asynchronously, committed atomically, restored on any mesh, and verified when read.
 
 A checkpoint is the train state and one JSON object, `about`: step, position in the data, config, versions, mesh, and for each
-array its shape, dtype and checksum. Orbax alone restores flipped bytes and casts other number types without a word.
+array its shape, dtype and checksum. Orbax alone silently restores corrupt bytes and casts other dtypes.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from minitf.runtime.processes import Vote, first_failing, is_first
 from minitf.runtime.watch import at_most
 from minitf.settings import setting
 
-ABOUT_FORMAT = 1  # of `about`
-SAVER_CLOSING = 5.0  # seconds that Orbax may take to end when all is written
+ABOUT_FORMAT = 1  # version of `about`
+SAVER_CLOSING = 5.0  # seconds that Orbax may take to close once everything is written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +58,16 @@ class SaveError(Exception):
 
 
 class DamagedError(Exception):
-    """No checkpoint of a run that has some can be read."""
+    """A run has checkpoints, but none can be read."""
 
 
 class Restored(NamedTuple):
-    tree: Any  # like the target
+    tree: Any  # same structure as the target
     about: dict[str, Any]
     damaged: dict[int, str]  # newer steps that could not be read: step -> why
 
     def warnings(self) -> list[str]:
-        """A line for each damaged checkpoint."""
+        """One line per damaged checkpoint."""
         step = self.about["step"]
         return [
             f"warning: the checkpoint of step {damaged} is damaged ({why}); going on from step {step}"
@@ -75,18 +75,18 @@ class Restored(NamedTuple):
         ]
 
 
-# ---- what a checkpoint says of its arrays
+# ---- metadata of arrays
 
 
 def array_facts(tree: Any) -> dict[str, dict[str, Any]]:
-    """Shape and dtype of every array, by name."""
+    """Name -> shape and dtype of every array."""
     return {name: {"shape": list(a.shape), "dtype": str(a.dtype)} for name, a in named(tree)}
 
 
 def check_fit(where: str, saved: dict[str, dict[str, Any]], target: Any) -> None:
-    """Raises ValueError with every array that is missing from the checkpoint, too many in it, of another shape or dtype."""
+    """Raises ValueError listing every array that is missing in the checkpoint, unexpected, or of another shape or dtype."""
     wanted = array_facts(target)
-    parts = {name.split("/")[0] for name in wanted}  # a target may be a part of the state
+    parts = {name.split("/")[0] for name in wanted}  # the target may be a subtree of the state
     saved = {name: a for name, a in saved.items() if name.split("/")[0] in parts}
     lines = [f"  missing from the checkpoint: {name} {wanted[name]['shape']}" for name in wanted if name not in saved]
     lines += [f"  not in this model: {name} {saved[name]['shape']}" for name in saved if name not in wanted]
@@ -99,11 +99,11 @@ def check_fit(where: str, saved: dict[str, dict[str, Any]], target: Any) -> None
 
 
 def reason(e: BaseException) -> str:
-    """An exception in one line: the system's own words where it comes from the system, else the root of its chain."""
+    """An exception in one line: for an OS error the OS's message, else the root cause of the chain."""
     while e.__cause__ is not None:
         e = e.__cause__
     text = str(e).strip()
-    number = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's, after names of files
+    number = re.search(r"os_error_code='(\d+)'", text)  # in TensorStore's messages, after file names
     if number or (isinstance(e, OSError) and e.errno is not None):
         return os.strerror(int(number[1]) if number else e.errno)
     return f"{type(e).__name__}: {text.splitlines()[0][:300]}" if text else type(e).__name__
@@ -111,7 +111,7 @@ def reason(e: BaseException) -> str:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """What fails in one process is an error in all: else some would read an older checkpoint than the others."""
+    """Turns a failure in one process into an error in all, so that none restores an older checkpoint than the others."""
     error = None
     try:
         yield
@@ -119,7 +119,7 @@ def all_or_none() -> Iterator[None]:
         error = e
     failing = first_failing(error is not None)
     if error is not None:
-        if not is_first():  # whose reason is told as the run's
+        if not is_first():  # process 0's reason is reported by the caller
             print(f"process {jax.process_index()}: {reason(error)}", file=sys.stderr)
         raise error
     if failing is not None:
@@ -130,12 +130,12 @@ def all_or_none() -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in DIRECTORY/STEP. As a context it waits, on leaving, for the write under way."""
+    """The checkpoints of one run, in DIRECTORY/STEP. As a context manager it waits on exit for the pending write."""
 
     def __init__(self, directory: epath.Path, cfg: CheckpointConfig = CheckpointConfig(), *, read_only: bool = False):
-        hooks.quieten("absl")  # Orbax tells some thirty lines a save
+        hooks.quieten("absl")  # Orbax logs about thirty lines per save
         if not read_only:
-            hooks.quieten("asyncio")  # and each failed write again; we tell the first
+            hooks.quieten("asyncio")  # it repeats each failed write; we report the first
         policy = ocp.checkpoint_managers.preservation_policy
         keep = [policy.LatestN(cfg.keep)]
         if cfg.keep_every is not None:
@@ -147,9 +147,9 @@ class Checkpoints:
                 )
             )
         self.directory = directory
-        self._saving: int | None = None  # the step whose write is under way
+        self._saving: int | None = None  # the step whose write is pending
         self._handlers = {
-            # Weights do not compress: a tenth of the bytes would cost seven times the processor time.
+            # Weights hardly compress: a tenth fewer bytes would cost seven times the CPU time.
             "state": ocp.PyTreeCheckpointHandler(use_compression=False),
             "about": ocp.JsonCheckpointHandler(),
         }
@@ -157,7 +157,7 @@ class Checkpoints:
             directory,
             item_handlers=self._handlers,
             options=ocp.CheckpointManagerOptions(
-                best_fn=loss_of,  # so that metrics are written at all
+                best_fn=loss_of,  # without it Orbax writes no metrics
                 best_mode="min",
                 preservation_policy=policy.AnyPreservationPolicy(keep),
                 cleanup_tmp_directories=not read_only,
@@ -176,10 +176,10 @@ class Checkpoints:
             self.wait()
         except SaveError:
             if kind is None:
-                raise  # else the error under way is the one to tell
+                raise  # otherwise the exception that is already propagating is the one to report
         finally:
-            # Nothing is written any more. Where the directory has become unusable, Orbax may wait long for nothing.
-            at_most(SAVER_CLOSING, self._manager.close)  # what it raises was told by wait()
+            # No write is pending. If the directory has become unusable, Orbax may block for long without a purpose.
+            at_most(SAVER_CLOSING, self._manager.close)  # its errors were already raised by wait()
             self._ignoring.__exit__(None, None, None)
 
     def steps(self) -> list[int]:
@@ -187,13 +187,13 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def lowest_loss(self) -> float:
-        """Of the checkpoints that were saved with an evaluation; infinite where there are none."""
+        """Lowest evaluation loss of the saved checkpoints; inf if none was evaluated."""
         known = (self._manager.metrics(step) for step in self.steps())
         return min((loss_of(metrics) for metrics in known if metrics is not None), default=math.inf)
 
     def save(self, step: int, tree: Any, about: dict[str, Any], loss: float | None = None) -> dict[str, Any]:
-        """Copies the arrays and returns `about` with what it says of them; they are written behind the next steps. `loss`: of
-        an evaluation at this step, for keep_best. Raises SaveError where this save, or the one before it, failed."""
+        """Copies the arrays, starts writing them asynchronously, and returns `about` with their metadata. loss: evaluation loss at
+        this step, for keep_best; None: not evaluated. Raises SaveError if this save or the previous one failed."""
         self.wait()
         self._saving = step
         about = {"format": ABOUT_FORMAT, "step": step, **about, "arrays": array_facts(tree)}
@@ -203,7 +203,7 @@ class Checkpoints:
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree), about=ocp.args.JsonSave(about)),
-                # What is no number is never the best.
+                # A NaN or infinite loss is never the best.
                 metrics={"loss": loss} if loss is not None and math.isfinite(loss) else None,
                 force=True,
             )
@@ -214,14 +214,14 @@ class Checkpoints:
         return about
 
     def check(self) -> None:
-        """Raises SaveError if the write under way has failed already."""
+        """Raises SaveError if the pending write has already failed."""
         try:
             self._manager.check_for_errors()
         except Exception as e:
             raise self._failed(e) from e
 
     def wait(self) -> None:
-        """Until the write under way is committed. Raises SaveError where it was not."""
+        """Blocks until the pending write is committed. Raises SaveError if it failed."""
         if self._saving is None:
             return
         try:
@@ -239,17 +239,17 @@ class Checkpoints:
         return SaveError(f"the checkpoint of step {step} could not be written: {reason(e)}; {left}")
 
     def about(self, step: int) -> dict[str, Any]:
-        """The JSON object of a checkpoint."""
+        """The JSON object `about` of a checkpoint."""
         return self._read("about", step, ocp.args.JsonRestore())
 
     def _read(self, item: str, step: int, args: Any) -> Any:
-        # Not through the manager: there a process that can read its part waits for one that cannot.
+        # Not with the manager: in it, a process that can read its part would wait for one that cannot.
         return self._handlers[item].restore(self.directory / str(step) / item, args=args)
 
     def restore(self, step: int, target: Any, about: dict[str, Any]) -> Any:
-        """The arrays that the target (jax.ShapeDtypeStruct with shardings) names: the whole state, or a part of it such as
-        {"params": ...}. Raises ValueError where a checksum differs, and what Orbax raises for files that it cannot read; where
-        one process cannot read its part, then in all processes."""
+        """The arrays of the target (a tree of jax.ShapeDtypeStruct with shardings): the whole state, or a subtree such as
+        {"params": ...}. Raises ValueError if a checksum differs, and Orbax's exceptions for unreadable files; if one process cannot
+        read its part, raises in all processes."""
         args = ocp.args.PyTreeRestore(
             item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
@@ -261,19 +261,19 @@ class Checkpoints:
         return tree
 
     def abouts(self, damaged: dict[int, str], steps: list[int] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(step, about) of the checkpoints (of `steps`, if given), newest first; those that cannot be read go to `damaged`."""
+        """Yields (step, about) of the checkpoints (of `steps`, if given), newest first; adds unreadable ones to `damaged`."""
         for step in reversed(self.steps() if steps is None else steps):
             try:
                 with all_or_none():
                     about = self.about(step)
                     about["arrays"]
-            except Exception as e:  # whatever a damaged file makes Orbax raise
+            except Exception as e:  # a damaged file can make Orbax raise anything
                 damaged[step] = reason(e)
                 continue
             yield step, about
 
     def newest_about(self) -> tuple[int, dict[str, Any]]:
-        """Of the newest checkpoint whose JSON object can be read. Raises DamagedError where there is none."""
+        """(step, about) of the newest checkpoint whose `about` can be read. Raises DamagedError if there is none."""
         damaged: dict[int, str] = {}
         for found in self.abouts(damaged):
             return found
@@ -286,9 +286,9 @@ class Checkpoints:
     def restore_newest(
         self, target: Any, check: Callable[[dict[str, Any]], None] = lambda about: None, steps: list[int] | None = None
     ) -> Restored | None:
-        """The newest checkpoint (of `steps`, if given) that can be read whole; None where there is none at all. `check(about)`
-        may refuse one by ValueError before its arrays are read. Raises DamagedError where there are some and none can be read,
-        ValueError with every array that does not fit the target."""
+        """The newest checkpoint (of `steps`, if given) that can be read completely; None if there are no checkpoints. check(about)
+        may refuse one by a ValueError before its arrays are read. Raises DamagedError if there are checkpoints and none can be read,
+        ValueError listing every array that does not fit the target."""
         damaged: dict[int, str] = {}
         for step, about in self.abouts(damaged, steps):
             check(about)
@@ -297,30 +297,30 @@ class Checkpoints:
                 return Restored(self.restore(step, target, about), about, damaged)
             except Exception as e:
                 if "RESOURCE_EXHAUSTED" in str(e):
-                    raise  # the memory is too small, not the file bad
+                    raise  # out of memory: the file is not damaged
                 damaged[step] = reason(e)
         if damaged:
             raise self._all_damaged(damaged)
         return None
 
     def put_aside(self, steps: list[int]) -> None:
-        """Renames damaged checkpoints to STEP.damaged, out of the way of the run that will write these steps again."""
+        """Renames damaged checkpoints to STEP.damaged, so that the resumed run can write these steps again."""
         for step in steps if is_first() else []:
             names = (f"{step}.damaged{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
             place = next(p for p in (self.directory / name for name in names) if not p.exists())
             (self.directory / str(step)).rename(place)
-        Vote([0]).read()  # waits for it
+        Vote([0]).read()  # a barrier: all wait for the renaming
         self._manager.reload()
 
 
 def loss_of(metrics: dict[str, float]) -> float:
-    """What orders checkpoints. Older ones may hold NaN, which has no place in an order."""
+    """Key that orders checkpoints: the loss; inf for the NaN that older checkpoints may contain."""
     return metrics["loss"] if math.isfinite(metrics["loss"]) else math.inf
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of the libraries that decide what a checkpoint's numbers become."""
+    """Versions of the libraries that affect the numbers of a run."""
     return {
         name: importlib.metadata.version(name)
         for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain", "numpy")

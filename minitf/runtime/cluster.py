@@ -1,5 +1,5 @@
-"""What the surroundings say of a run on several processes: how many there are, which one this is, where the first listens,
-and which of the machine's devices are this one's."""
+"""Detects a multi-process run from the environment: number of processes, id of this one, address of process 0, and which devices of
+the host belong to this process."""
 
 import glob
 import importlib.util
@@ -11,11 +11,11 @@ Env = Mapping[str, str]
 
 
 class Machine(NamedTuple):
-    """What does not stand in the environment."""
+    """Facts about the host that environment variables do not give."""
 
-    gpus: int  # that this process may see
-    tpu: bool  # it has TPU chips, and libtpu is installed
-    packages: frozenset[str]  # of those that JAX needs to find some clusters
+    gpus: int  # number of GPUs visible to this process
+    tpu: bool  # the host has TPU chips, and libtpu is installed
+    packages: frozenset[str]  # installed ones of the packages that JAX needs to detect some clusters
 
 
 def this_machine(env: Env) -> Machine:
@@ -27,19 +27,19 @@ def this_machine(env: Env) -> Machine:
 
 
 class Found(NamedTuple):
-    """What a cluster tells. None: JAX finds it by `method`."""
+    """Facts from a cluster's environment. None: JAX finds the fact by `method`."""
 
     why: str
     num_processes: int | None = None
     process_id: int | None = None
     coordinator: str | None = None  # HOST:PORT of process 0
-    devices: tuple[int, ...] | None = None  # of this machine's, by number; None: all
-    method: str | None = "deactivate"  # JAX's name of the cluster; None: it looks through all
+    devices: tuple[int, ...] | None = None  # ids of this process's devices on the host; None: all
+    method: str | None = "deactivate"  # JAX's name for the cluster; None: JAX tries all
 
 
 def share(tasks: int, task: int, gpus: int, on_node: int | None) -> tuple[int, ...] | None:
-    """Which of the visible GPUs the task takes, of so many tasks on its node; None: all that it sees. `on_node`: GPUs of the
-    job on this node, if known; a task that sees fewer has been given its own by the scheduler."""
+    """Ids of the visible GPUs for one of several tasks on a node; None: all visible ones. on_node: number of the job's GPUs on this
+    node, if known; a task that sees fewer was assigned its own by the scheduler."""
     if tasks == 1 or gpus == 0 or gpus < (tasks if on_node is None else on_node):
         return None
     if gpus % tasks:
@@ -62,7 +62,7 @@ def number(env: Env, name: str) -> int:
 
 
 def tasks_on_node(text: str, node: int) -> int:
-    """Of Slurm's `2(x3),1` for the node by its number in the step."""
+    """Number of tasks on a node, by its index in the step, from Slurm's `2(x3),1`."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -95,7 +95,7 @@ def open_mpi(env: Env, machine: Machine) -> Found:
         n,
         number(env, "OMPI_COMM_WORLD_RANK"),
         devices=share(here, int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), machine.gpus, None),
-        # Version 5 tells no address; mpi4py can ask for one.
+        # Version 5 gives no address; mpi4py can obtain one.
         method="ompi" if "OMPI_MCA_orte_hnp_uri" in env else "mpi4py",
     )
 
@@ -134,7 +134,7 @@ class Cluster(NamedTuple):
     read: Callable[[Env, Machine], Found]
 
 
-CLUSTERS = {  # the first that is present counts
+CLUSTERS = {  # the first one present is used
     "open_mpi": Cluster(lambda env, machine: "OMPI_COMM_WORLD_SIZE" in env, open_mpi),
     "slurm": Cluster(lambda env, machine: "SLURM_JOB_ID" in env, slurm),
     "tpu": Cluster(lambda env, machine: machine.tpu and "tpu" in env.get("JAX_PLATFORMS", "tpu"), tpu),
@@ -144,7 +144,7 @@ CLUSTERS = {  # the first that is present counts
 }
 
 
-# ---- what a start gets
+# ---- arguments of jax.distributed.initialize
 
 EXPLICIT = {  # argument -> variable
     "coordinator": "MINITF_COORDINATOR",
@@ -154,13 +154,13 @@ EXPLICIT = {  # argument -> variable
 
 
 class Start(NamedTuple):
-    why: str | None  # to print; None: there is no sign of a cluster
-    arguments: dict[str, Any] | None  # of jax.distributed.initialize; None: this process is alone
+    why: str | None  # to print; None: no cluster was detected
+    arguments: dict[str, Any] | None  # of jax.distributed.initialize; None: a single process
 
 
 def detect(env: Env, machine: Machine, **flags: str | int | None) -> Start:
-    """How to start: what flags say counts before MINITF_* variables, and these before what the cluster tells. Raises ValueError
-    where something is missing or cannot be."""
+    """How to start. Flags take precedence over MINITF_* variables, and these over the detected cluster. Raises ValueError for missing
+    or contradictory values."""
     told: dict[str, Any] = {}
     for name, variable in EXPLICIT.items():
         if flags.get(name) is not None:
@@ -201,7 +201,7 @@ def detect(env: Env, machine: Machine, **flags: str | int | None) -> Start:
         )
     devices = None if "JAX_LOCAL_DEVICE_IDS" in env else found.devices
     if devices is None and found.method in ("slurm", "ompi", "mpi4py") and "JAX_LOCAL_DEVICE_IDS" not in env:
-        devices = ()  # all: by None JAX would take one of them
+        devices = ()  # all: for None JAX would use a single one
     place = "" if None in (n, i) else f"process {i} of {n}: "
     uses = f"; GPUs {', '.join(map(str, devices))}" if devices else ""
     return Start(

@@ -10,7 +10,7 @@ from minitf.training.checksum import checksum
 
 
 def hexadecimal(sums: Any) -> str:
-    """A fetched checksum as 16 hexadecimal digits."""
+    """A checksum (uint32 [2], on the host) as 16 hexadecimal digits."""
     high, low = (int(s) for s in sums)
     return f"{high:08x}{low:08x}"
 
@@ -19,11 +19,11 @@ _checksums = jax.jit(lambda tree: jax.tree.map(checksum, tree))
 
 
 def checksums(tree: Any) -> dict[str, str]:
-    """The checksum of every array, by name. Waits for the arrays."""
+    """Name -> checksum of every array. Blocks until the arrays are computed."""
     return {name: hexadecimal(sums) for name, sums in named(jax.device_get(_checksums(tree)))}
 
 
 def combined(arrays: dict[str, dict[str, Any]], prefix: str = "") -> str:
-    """One checksum of all arrays whose names begin with the prefix, from theirs."""
+    """One checksum, derived from those of all arrays whose names begin with the prefix."""
     text = " ".join(f"{name} {a['checksum']}" for name, a in sorted(arrays.items()) if name.startswith(prefix))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What is set for the whole process: JAX's configuration, levels of foreign logs, hooks of Python and of JAX; each says why."""
+"""Process-wide settings, each with its reason: JAX's configuration, log levels of libraries, hooks of Python and JAX."""
 
 import contextlib
 import functools
@@ -11,17 +11,17 @@ from collections.abc import Iterator
 
 import jax
 
-# ---- JAX, before its first device is asked for
+# ---- JAX; call these before its backends are initialised
 
 
 def use_cpu() -> None:
-    """For a command that computes nothing: an accelerator and its memory are left alone."""
+    """Restricts JAX to the CPU, for commands that compute nothing: accelerators and their memory are left alone."""
     jax.config.update("jax_platforms", "cpu")
 
 
 def leave_absent_tpu() -> None:
-    """Where libtpu is installed (extra plan), and nothing that it could drive is there, JAX does not start it: it would print
-    warnings. What JAX_PLATFORMS asks for is left as it is. Before the first device is asked for."""
+    """Restricts JAX to the CPU if libtpu is installed (extra plan) without any accelerator: starting libtpu would print warnings.
+    Does nothing if JAX_PLATFORMS is set."""
     if jax.config.jax_platforms or importlib.util.find_spec("libtpu") is None:
         return
     accelerators = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/dxg", "/dev/kfd")
@@ -30,29 +30,29 @@ def leave_absent_tpu() -> None:
 
 
 def keep_compiled(directory: str) -> None:
-    """Compiled programs are kept in a directory from one start to the next; small ones too, of which a start has many."""
+    """Turns on the persistent compilation cache in a directory, also for small programs, of which a start compiles many."""
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def keep_nothing_compiled() -> None:
-    """For programs of devices that are elsewhere, which no cache could give back."""
+    """Turns off the compilation cache, for programs of devices that are only described: they cannot be loaded from a cache."""
     jax.config.update("jax_enable_compilation_cache", False)
 
 
 def own_signals() -> None:
-    """JAX's handler of SIGTERM would come before ours and knows of no other signal."""
+    """Turns off JAX's handler of SIGTERM, which would run before ours and handles no other signal."""
     jax.config.update("jax_enable_preemption_service", False)
 
 
 @contextlib.contextmanager
 def service_waits(seconds: float) -> Iterator[None]:
-    """The coordination service waits so long for all processes. JAX has no setting for it, and by itself no process would learn
-    which of the others did not come."""
+    """Makes the coordination service wait this long for all processes to register. JAX has no setting for it, and without it no
+    process would learn which of the others are missing."""
     from jax._src.lib import _jax
 
     make = getattr(_jax, "get_distributed_runtime_service", None)
-    if make is None:  # a later JAX
+    if make is None:  # a newer JAX
         yield
         return
     _jax.get_distributed_runtime_service = functools.partial(make, cluster_register_timeout=round(seconds))
@@ -66,13 +66,13 @@ def service_waits(seconds: float) -> Iterator[None]:
 
 
 def quieten(name: str, level: int = logging.CRITICAL) -> None:
-    """Of a library's log nothing below this level is shown: what matters of it we tell ourselves."""
+    """Hides messages of a library's logger below this level; we report what matters ourselves."""
     logging.getLogger(name).setLevel(level)
 
 
 @contextlib.contextmanager
 def closed_loops_ignored() -> Iterator[None]:
-    """When a write fails Orbax closes its event loop, of which its other writes then complain, each in a traceback."""
+    """Hides "Event loop is closed" tracebacks: after a failed write Orbax closes its loop, and all its other writes raise it."""
     hook = sys.unraisablehook
     closed = lambda u: isinstance(u.exc_value, RuntimeError) and str(u.exc_value) == "Event loop is closed"
     sys.unraisablehook = lambda u: None if closed(u) else hook(u)

@@ -1,4 +1,4 @@
-"""One run at a time in a work directory."""
+"""A lock: one run at a time in a work directory."""
 
 import contextlib
 import json
@@ -18,15 +18,13 @@ from minitf.runtime.watch import start_ticks
 LOCK = "lock.json"
 
 
-# ---- one run at a time
-
-RENEWED = 10.0  # seconds between two signs of life in the lock
-STALE = 60.0  # seconds without one after which a run on another machine counts as dead
-JOB_IDS = ("MINITF_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # a scheduler's requeue keeps its job's id
+RENEWED = 10.0  # seconds between two renewals of the lock
+STALE = 60.0  # seconds without a renewal after which a run on another machine counts as dead
+JOB_IDS = ("MINITF_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # a job that a scheduler requeues keeps its id
 
 
 def ourselves() -> dict[str, Any]:
-    """What tells this process from all others."""
+    """Identity of this process, unique across hosts, boots and containers."""
 
     def read(f: Callable[[str], str], path: str) -> str | None:
         try:
@@ -37,7 +35,7 @@ def ourselves() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "boot_id": read(lambda p: Path(p).read_text(), "/proc/sys/kernel/random/boot_id"),
-        "processes": read(os.readlink, "/proc/self/ns/pid"),  # process ids mean something within one container only
+        "processes": read(os.readlink, "/proc/self/ns/pid"),  # the PID namespace: process ids are unique only within it
         "pid": os.getpid(),
         "started": start_ticks(os.getpid()),
         "job_id": next((os.environ[n] for n in JOB_IDS if os.environ.get(n)), None),
@@ -45,11 +43,11 @@ def ourselves() -> dict[str, Any]:
 
 
 def is_dead(lock: dict[str, Any], us: dict[str, Any], silence: float) -> str | None:
-    """Why the run that holds the lock counts as dead; None: it does not. `silence`: seconds since its last sign of life."""
+    """Why the run that holds the lock counts as dead; None: it may be alive. silence: seconds since the lock was last renewed."""
     if lock["host"] == us["host"] and lock["processes"] == us["processes"]:
         if lock["boot_id"] != us["boot_id"]:
             return "this machine was started anew since"
-        # A later process may have its number.
+        # A later process may have the same id.
         alive = lock["pid"] != us["pid"] and start_ticks(lock["pid"]) == lock["started"]
         return None if alive else f"its process {lock['pid']} is gone"
     if lock["job_id"] is not None and lock["job_id"] == us["job_id"]:
@@ -58,16 +56,16 @@ def is_dead(lock: dict[str, Any], us: dict[str, Any], silence: float) -> str | N
 
 
 class Lock:
-    """The sign in a work directory that a run writes there, renewed every RENEWED seconds."""
+    """Lock file of a work directory, held by the run that writes there and renewed every RENEWED seconds."""
 
     def __init__(self, path: epath.Path):
         self._path, self._us = path, ourselves()
         self.end = threading.Event()
-        self.lost: str | None = None  # who took it over
+        self.lost: str | None = None  # the process that took the lock over
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Reading and writing the lock as one act, where the file system knows how."""
+        """Makes a read and write of the lock atomic, if the file system supports locks."""
         if not is_local(self._path):
             yield
             return
@@ -77,7 +75,7 @@ class Lock:
             with open(self._path, "a") as f:
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(f, fcntl.LOCK_EX)
-                # The one who had it before us may have taken the file away.
+                # The previous holder may have deleted the file meanwhile.
                 if self._path.exists() and os.path.samestat(os.fstat(f.fileno()), os.stat(self._path)):
                     yield
                     return
@@ -86,7 +84,7 @@ class Lock:
         text = self._path.read_text() if self._path.exists() else ""
         try:
             return json.loads(text)
-        except ValueError:  # none, or torn
+        except ValueError:  # no file, or partially written
             return None
 
     def _write(self) -> None:
@@ -94,13 +92,13 @@ class Lock:
         if not is_local(self._path):
             self._path.write_text(text)
             return
-        # In place and of one size: it needs no room, so that a full disk does not make a living run look dead.
+        # In place and of constant size: it needs no space, so that a run on a full disk does not look dead.
         with open(self._path, "r+b") as f:
             f.write(text.encode().ljust(600))
 
     def try_once(self, seen: dict[str, Any] | None, since: float) -> tuple[dict[str, Any] | None, str | None]:
-        """(the lock of a run that holds it or None where it is ours now, why an older one counted as dead). `seen`, `since`:
-        the lock as it was, and for how long we have known it so, as other machines' clocks may differ."""
+        """(the lock of the run that holds it, or None if it is ours now; why the previous run counted as dead). seen, since: the
+        lock as first read, and when (monotonic seconds), as clocks of other machines may differ."""
         with self._alone():
             lock = self._read()
             why = None
@@ -113,8 +111,8 @@ class Lock:
             return None, why
 
     def acquire(self, say: Callable[[str], None]) -> None:
-        """Raises ValueError where another run holds it. A run elsewhere that has been silent is waited for until it shows
-        life or counts as dead."""
+        """Takes the lock. Raises ValueError if another run holds it. For a silent run on another machine, waits until it renews the
+        lock or counts as dead."""
         seen, since = None, time.monotonic()
         while True:
             lock, why = self.try_once(seen, since)
@@ -134,9 +132,9 @@ class Lock:
             time.sleep(0.5)
 
     def renew(self) -> None:
-        """Until the end: a sign of life now and then. Notices where another run has taken over."""
+        """Renews the lock until `end` is set; sets `lost` and returns if another run has taken over."""
         while not self.end.wait(RENEWED):
-            with contextlib.suppress(OSError), self._alone():  # a file system out of reach: try again
+            with contextlib.suppress(OSError), self._alone():  # the file system may be unreachable: try again
                 lock = self._read()
                 if lock is not None and any(lock[k] != v for k, v in self._us.items()):
                     self.lost = f"process {lock['pid']} on {lock['host']}"
@@ -151,7 +149,7 @@ class Lock:
 
 @contextlib.contextmanager
 def locked(workdir: epath.Path, say: Callable[[str], None] = print) -> Iterator[Lock]:
-    """Makes the directory and holds its lock. Raises ValueError where another run has it or the directory cannot be made."""
+    """Creates the directory and holds its lock. Raises ValueError if another run holds it or the directory cannot be created."""
     try:
         if workdir.exists() and not workdir.is_dir():
             raise ValueError(f"--workdir {workdir}: is a file")
@@ -166,7 +164,7 @@ def locked(workdir: epath.Path, say: Callable[[str], None] = print) -> Iterator[
         yield lock
     finally:
         lock.end.set()
-        thread.join(5.0)  # else it could write the lock again behind its release
+        thread.join(5.0)  # otherwise it could write the lock again after its release
         if not thread.is_alive():
             with contextlib.suppress(OSError):  # the directory is gone, and its lock with it
                 lock.release()

@@ -1,4 +1,4 @@
-"""JSON lines that survive a kill: the events of a run; and clocks."""
+"""JSON lines that survive a kill, the events of a run, and clocks."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from minitf.paths import is_local, write_whole
 
 
 def json_lines(path: epath.Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; none where there is no file. A line that a kill has torn is left out."""
+    """The objects in a file of JSON lines; [] without a file. Skips a line that a kill has truncated."""
     lines = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -22,12 +22,11 @@ def json_lines(path: epath.Path) -> list[dict[str, Any]]:
 
 
 class JsonLines:
-    """Appends objects to a file as JSON lines, each on the disk at once; of the lines that it has, those stay for which
-    `keep` is true. An object store has no appending: there the file is written anew at every `flush`, which the run calls at
-    each save."""
+    """Appends objects to a file as JSON lines, each written at once; existing lines stay if `keep` is true for them. Object stores
+    cannot append: there `flush`, which the run calls at each save, rewrites the file."""
 
     def __init__(self, path: epath.Path | None, keep: Callable[[dict[str, Any]], bool] = lambda value: True):
-        """`path`: None writes nowhere."""
+        """path: None: writes nothing."""
         if path is None:
             self._file, self._lines = open(os.devnull, "w"), ""
             return
@@ -58,15 +57,15 @@ class JsonLines:
 
 
 class Events(JsonLines):
-    """The life of a run in events.jsonl: objects with `time` (seconds since 1970), `event`, and what belongs to it."""
+    """The events of a run, in events.jsonl: objects with `time` (seconds since 1970), `event`, and further fields."""
 
     def add(self, event: str, **fields: Any) -> None:
         super().add({"time": time.time(), "event": event, **fields})
 
     @contextlib.contextmanager
     def timed(self, event: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Records the beginning, and the end with its `seconds` and what the block puts into the dict that it gets; a kill
-        in between leaves the beginning alone."""
+        """Records the beginning of the block, and its end with `seconds` and the fields that the block adds to the yielded dict;
+        after a kill in between only the beginning is recorded."""
         self.add(event, state="begin", **fields)
         start, more = time.perf_counter(), {}
         yield more
@@ -75,34 +74,34 @@ class Events(JsonLines):
 
 
 class StartUp:
-    """What the time from the start of a process to the end of its first step goes to, phase by phase."""
+    """Times the phases from the start of a process to the end of its first step."""
 
     def __init__(self, age: float = 0.0):
-        """`age`: seconds that the process has lived, all of them spent on imports."""
+        """age: seconds since the process started, all counted as imports."""
         self._began = time.perf_counter() - age
         self.phases = {"imports": age} if age else {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the block."""
+        """Times the block as a phase."""
         start = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - start
 
     def ended(self) -> dict[str, Any]:
-        """Seconds since the start, and of each phase; what belongs to none is `other`."""
+        """Seconds since the start, and of each phase; the remainder is `other`."""
         seconds = time.perf_counter() - self._began
         return {"seconds": seconds, "phases": self.phases | {"other": seconds - sum(self.phases.values())}}
 
     @staticmethod
     def described(ended: dict[str, Any]) -> str:
-        """In one line, without what takes no time to speak of."""
+        """A result of `ended` in one line, without phases below 0.05 s."""
         parts = ", ".join(f"{name} {s:.1f}" for name, s in ended["phases"].items() if s >= 0.05)
         return f"first step after {ended['seconds']:.1f} s: {parts}"
 
 
 class StepClock:
-    """Times the steps since the last lap; evaluation and saving lie between laps."""
+    """Times the steps since the last lap; evaluation and saving happen between laps and are not counted."""
 
     def __init__(self, step: int):
         self.start(step)
@@ -112,7 +111,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the block as waiting for data."""
+        """Times the block as waiting for data."""
         began = time.perf_counter()
         yield
         self._waited += time.perf_counter() - began
@@ -122,7 +121,7 @@ class StepClock:
         return time.perf_counter() - self._since
 
     def lap(self, step: int) -> dict[str, float]:
-        """Steps first..last since the last lap, their seconds, and how many of these were spent waiting for data."""
+        """Ends the lap: its steps first..last, their seconds, and seconds of these spent waiting for data."""
         took = {
             "first": self._step + 1,
             "last": step,

@@ -1,4 +1,4 @@
-"""The C library's allocator, set so that a step's buffers are not fetched from the system anew each time."""
+"""Configures the C library's allocator to reuse a step's buffers rather than request them from the system at every step."""
 
 import ctypes
 import importlib.metadata
@@ -7,17 +7,14 @@ import platform
 
 import jax
 
-# mallopt(3) of glibc. With one arena and no mapping apart, freed memory is found again by the next step, whichever thread asks.
+# mallopt(3) of glibc. With one arena and no separate mappings, the next step reuses freed memory, whichever thread allocates.
+# M_TRIM_THRESHOLD: most free bytes at the top of the heap that are not returned to the system; here the maximum.
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
-SETTINGS = {
-    M_ARENA_MAX: 1,
-    M_MMAP_MAX: 0,
-    M_TRIM_THRESHOLD: 2**31 - 1,
-}  # the last: bytes at the end that are kept, the most
+SETTINGS = {M_ARENA_MAX: 1, M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1}
 
 
 def on_cpu() -> bool:
-    """Whether JAX will compute on the CPU, said without starting it: its threads must find the allocator set."""
+    """Whether JAX will compute on CPU, determined without starting JAX: the allocator must be configured before its threads."""
     chosen = jax.config.jax_platforms
     if chosen:
         return chosen == "cpu"
@@ -25,11 +22,11 @@ def on_cpu() -> bool:
 
 
 def keep_freed() -> bool:
-    """Lets this process keep the memory that it frees; call it before JAX starts. False where there is no such allocator, or
-    where JAX computes elsewhere: then nothing is changed.
+    """Makes this process keep the memory that it frees; call it before JAX starts. Returns False, with nothing changed, without glibc
+    or if JAX does not compute on CPU.
 
-    A CPU's step takes its temporary buffer from the system at each call, and the system clears it page by page. Buffers of up to
-    32 MB glibc keeps by itself; of larger ones the process may come to hold several, where small arrays are put between them.
+    By default, every CPU step requests its temporary buffer from the system, which clears it page by page. glibc reuses buffers of up
+    to 32 MB by itself. Of larger ones the process may come to hold several, if small arrays are allocated between them.
     """
     if platform.libc_ver()[0] != "glibc" or not on_cpu():
         return False

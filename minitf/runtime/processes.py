@@ -1,4 +1,4 @@
-"""Starting as one of several processes, and agreeing with the others."""
+"""Starts this process as one of several, and votes among them."""
 
 import argparse
 import contextlib
@@ -43,7 +43,7 @@ class DistributedConfig:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that say what a cluster that is not detected does not say."""
+    """Adds flags for clusters that are not detected."""
     group = parser.add_argument_group("several processes, where the cluster is not one that is detected")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens (or $MINITF_COORDINATOR)")
     group.add_argument("--num_processes", type=int, metavar="N", help="how many there are (or $MINITF_NUM_PROCESSES)")
@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def start(cfg: DistributedConfig, args: argparse.Namespace) -> None:
-    """Makes this process one of several where flags, MINITF_* variables or a cluster say so, and prints what was chosen and why.
-    Before any use of a device. Does nothing where the caller has called `jax.distributed.initialize` itself. Raises ValueError
-    where the surroundings do not fit together."""
+    """Calls `jax.distributed.initialize` if flags, MINITF_* variables or a cluster ask for several processes, and prints what was
+    chosen and why. Call it before any device is used. Does nothing if JAX is already initialised so. Raises ValueError for
+    contradictory settings, and if the processes cannot connect."""
     if jax.distributed.is_initialized():
         return
     flags = {name: getattr(args, name) for name in cluster.EXPLICIT}
@@ -67,7 +67,7 @@ def start(cfg: DistributedConfig, args: argparse.Namespace) -> None:
         try:
             jax.distributed.initialize(
                 **arguments,
-                # A little longer than the service waits, whose answer names those that did not come.
+                # A little longer than the service waits: its error names the missing processes.
                 initialization_timeout=round(cfg.start_timeout) + 15,
                 heartbeat_timeout_seconds=round(cfg.heartbeat_timeout),
                 shutdown_timeout_seconds=round(cfg.heartbeat_timeout),
@@ -79,12 +79,12 @@ def start(cfg: DistributedConfig, args: argparse.Namespace) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes and speaks for all."""
+    """Whether this process writes files and prints for all."""
     return jax.process_index() == 0
 
 
 def say(text: str) -> None:
-    """A line of the run, once."""
+    """Prints a line in process 0 only."""
     if is_first():
         print(text, flush=True)
 
@@ -93,10 +93,10 @@ TRANSFER_FAILED = re.compile(r"Gloo|NCCL|UNAVAILABLE|Connection (reset|closed)")
 
 
 def end_alone(error: Exception, status: int, cfg: DistributedConfig) -> NoReturn:
-    """Ends this process, one of several, for an error that the others do not know of; the coordination service then ends them. A
+    """Ends this process, one of several, after an error that the others do not see; the coordination service then ends them. A
     normal exit would first wait for the others, which wait for this one."""
     if TRANSFER_FAILED.search("".join(traceback.format_exception(error))):
-        # It was another process that died. Who ends first would be named for it.
+        # Another process died. The first process to exit would be blamed for it.
         print("waiting for the coordination service to name the process that died", file=sys.stderr, flush=True)
         time.sleep(cfg.heartbeat_timeout + 5)
     sys.stdout.flush()
@@ -106,7 +106,7 @@ def end_alone(error: Exception, status: int, cfg: DistributedConfig) -> NoReturn
 
 @contextlib.contextmanager
 def guarded(cfg: DistributedConfig) -> Iterator[None]:
-    """An error that nothing expects ends this process, one of several, with its traceback, and so all. Alone, it is raised."""
+    """An unexpected error prints its traceback and ends this process, and thereby all. In a single process it propagates."""
     try:
         yield
     except Exception as e:
@@ -126,7 +126,7 @@ def _highest() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
 
 
 class Vote:
-    """The largest of each of some integers over all processes. Every process must cast it at the same place."""
+    """Elementwise maximum of some integers over all processes. Every process must construct it at the same point."""
 
     def __init__(self, values: Sequence[int]):
         self._result: Any = np.array(values)
@@ -138,12 +138,12 @@ class Vote:
             )
 
     def read(self) -> list[int]:
-        """Waits for all processes, if they have not all cast it."""
+        """The result. Blocks until all processes have cast their values."""
         return np.asarray(self._result).tolist()
 
 
 def first_failing(failed: bool) -> int | None:
-    """The first process that has failed, by its number; None: none has. Waits for all."""
+    """Index of the first process that has failed; None if none has. Blocks until all processes call it."""
     n = jax.process_count()
     (found,) = Vote([n - jax.process_index() if failed else 0]).read()
     return n - found if found else None
@@ -151,8 +151,8 @@ def first_failing(failed: bool) -> int | None:
 
 @contextlib.contextmanager
 def together(fail: Callable[[str], NoReturn]) -> Iterator[None]:
-    """A mistake that a user can mend (ValueError) ends all processes where it ends one; the first of those that met it says so
-    by `fail`. Every process must come here."""
+    """A user's mistake (ValueError) in one process ends all; the first process with it reports it by `fail`. Every process must
+    enter this block."""
     error = None
     try:
         yield
@@ -166,7 +166,7 @@ def together(fail: Callable[[str], NoReturn]) -> Iterator[None]:
 
 
 def same_everywhere(what: str, value: str) -> None:
-    """Raises ValueError where processes have another value than process 0, naming them."""
+    """Raises ValueError naming the processes whose value differs from process 0's."""
     digest = np.frombuffer(hashlib.sha256(value.encode()).digest()[:4], np.int32)
     digests = multihost_utils.process_allgather(digest).reshape(jax.process_count())
     others = [str(i) for i, d in enumerate(digests) if d != digests[0]]

@@ -1,4 +1,4 @@
-"""Output that never ends a run, as what is printed is not worth it; and tables as text."""
+"""Output whose failures never end a run; and tables as text."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ from typing import Any
 
 
 class Lasting:
-    """A text stream that does not fail. A letter that it cannot show is written as its escape, and when whoever reads it is gone,
-    what is written goes nowhere."""
+    """A text stream whose writes do not fail. Characters that it cannot encode are written as escapes, and once its reader is gone,
+    output is discarded."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -33,14 +33,14 @@ class Lasting:
             self._drop()
 
     def _drop(self) -> None:
-        """Sends the stream's file to nowhere, with what it still holds: the interpreter flushes it once more at its end."""
+        """Redirects the stream's file to /dev/null, with its buffered text, which the interpreter flushes once more at exit."""
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Standard output and error are `Lasting` within."""
+    """Makes standard output and error `Lasting` inside the block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and Lasting(stream) for stream in before)
     try:
@@ -53,7 +53,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def columns(lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Rows of cells as text: the first so many columns to the left, the others to the right."""
+    """Rows of cells as aligned text: the first `left` columns flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
     def cell(i: int, text: str) -> str:

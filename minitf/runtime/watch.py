@@ -1,4 +1,4 @@
-"""What ends a run early, and what watches that it goes on."""
+"""Early stops of a run (signals, time limit), and the watchdog for hanging steps."""
 
 import contextlib
 import dataclasses
@@ -22,18 +22,18 @@ import minitf
 from minitf.runtime.processes import Vote
 from minitf.settings import LONGEST, setting
 
-# ---- asked to end
+# ---- stop requests
 
-FAILED, MISTAKE, INTERRUPTED, NONFINITE = 1, 2, 3, 4  # exit statuses; a mistake is the user's
-POLL = 0.25  # seconds from one look to the next
-BY_ITSELF = 3.0  # seconds that work which is left behind may take to end
-ENDING = 5.0  # seconds that the interpreter may take to end
+FAILED, MISTAKE, INTERRUPTED, NONFINITE = 1, 2, 3, 4  # exit statuses; MISTAKE: the user's
+POLL = 0.25  # seconds between two checks for a stop request
+BY_ITSELF = 3.0  # seconds that abandoned work may take to finish
+ENDING = 5.0  # seconds that the interpreter may take to exit
 LEFT_BEHIND = "left behind"
 
 
 def leave(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with the status that main() returns, or as an error that it raises would, but within some seconds: what
-    still runs on threads, or waits for a storage that is gone, has nothing left to do."""
+    """Exits with the status that main() returns, or as an exception that it raises would, but within seconds: does not wait for
+    threads that still run, or for storage that no longer responds."""
     try:
         status = main()
     except SystemExit as e:
@@ -50,8 +50,8 @@ def leave(main: Callable[[], int]) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if any(t.name == LEFT_BEHIND for t in threading.enumerate()):
-        os._exit(status)  # it may be in the middle of a computation, whose devices must not go under it
-    if not jax.distributed.is_initialized():  # of several, each waits for the others, and not longer than that may take
+        os._exit(status)  # the thread may be computing on devices, which a normal exit would destroy under it
+    if not jax.distributed.is_initialized():  # several processes wait for one another, with a timeout of their own
         timer = threading.Timer(ENDING, os._exit, (status,))
         timer.daemon = True
         timer.start()
@@ -59,22 +59,22 @@ def leave(main: Callable[[], int]) -> NoReturn:
 
 
 def at_most(seconds: float, f: Callable[[], Any]) -> None:
-    """f(), on a thread that is left behind after so many seconds: for an end that may wait for what is gone. What f raises is
-    dropped."""
+    """Runs f on a thread and abandons it after this many seconds, for cleanup that may block on unreachable storage. Exceptions of f
+    are ignored."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
             f()
 
     thread = threading.Thread(target=run, daemon=True, name="at most")
-    with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no more threads
+    with contextlib.suppress(RuntimeError):  # the interpreter is exiting and starts no more threads
         thread.start()
         thread.join(seconds)
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks since boot; 0 where the system does not tell (it is not Linux);
-    None: it does not run."""
+    """Start time of a process on this host, in clock ticks since boot; 0 if the system does not report it (not Linux);
+    None if the process does not run."""
     if not os.path.exists("/proc/self/stat"):
         try:
             os.kill(pid, 0)
@@ -84,7 +84,7 @@ def start_ticks(pid: int) -> int | None:
             pass
         return 0
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:  # after the command in parentheses: the state, and so on
+        with open(f"/proc/{pid}/stat", "rb") as stat:  # fields after the command in parentheses: the state first
             fields = stat.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -92,12 +92,12 @@ def start_ticks(pid: int) -> int | None:
 
 
 def process_age() -> float:
-    """Seconds since Python began. Not since the process did: a shell that became Python may have lived long before."""
+    """Seconds since Python started. Not since the process started: a shell that exec'd Python may have run long before."""
     return time.perf_counter() - minitf.STARTED
 
 
 class Stopped(Exception):
-    """The run is to end here: of all processes, together. `status`: of the process."""
+    """All processes have agreed to stop the run here. status: exit status of the process."""
 
     def __init__(self, why: str, status: int):
         super().__init__(why)
@@ -105,7 +105,7 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Why the run is to end; None: go on."""
+    """A request to stop the run, by a signal or a time limit in seconds (None: no limit)."""
 
     REASONS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "max_run_time")
 
@@ -118,8 +118,8 @@ class StopRequest:
         return self.signal or ("max_run_time" if time.monotonic() >= self._end else None)
 
     def ballot(self, failed: bool = False, *, heed: bool = True) -> list[int]:
-        """What a process casts to end all: whether it is asked to (not looked at without `heed`), and whether it has failed. See
-        `stopped`."""
+        """This process's vote to stop all: [stop reason or 0, process index + 1 if it has failed]. heed=False: ignores stop requests.
+        See `stopped`."""
         reason = self.reason if heed else None
         return [
             0 if reason is None else self.REASONS.index(reason) + 1,
@@ -127,25 +127,25 @@ class StopRequest:
         ]
 
     def stopped(self, asked: int, failing: int) -> Stopped | None:
-        """What the processes have decided by their ballots; None: to go on."""
+        """The decision from the maximum over all ballots; None: continue."""
         if failing:
             return Stopped(f"an error in process {failing - 1}", FAILED)
         return Stopped(self.REASONS[asked - 1], INTERRUPTED) if asked else None
 
     def agreed(self, failed: bool = False, *, heed: bool = True) -> Stopped | None:
-        """`stopped` of the ballots of all processes, cast and read here. Every process must come here."""
+        """Casts this process's ballot and returns the decision of all (`stopped`). Every process must call it."""
         return self.stopped(*Vote(self.ballot(failed, heed=heed)).read())
 
     def check(self) -> None:
-        """Raises Stopped in all processes where one is asked to end. Every process must come here."""
+        """Raises Stopped in all processes if one is asked to stop. Every process must call it."""
         found = self.agreed()
         if found is not None:
             raise found
 
     def unless_asked(self, work: Callable[[], Any]) -> Any:
-        """work(), which may be left undone. Raises Stopped as soon as this process is asked to end: what then still runs, on a
-        thread, is given a little time to end by itself, and left behind (`leave`). Of several processes, which may have to
-        wait for one another in it, it is called as it is, and they decide behind it."""
+        """work(), on a thread that may be abandoned: if the process is asked to stop, waits BY_ITSELF seconds for the work, then
+        raises Stopped and leaves the thread running (see `leave`). With several processes, which may wait for one another in work(),
+        calls it directly, and they agree on stopping afterwards."""
         if jax.process_count() > 1:
             found = work()
             self.check()
@@ -168,9 +168,9 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals(max_run_time: float | None = None) -> Iterator[StopRequest]:
-    """SIGINT, SIGTERM, SIGHUP (a terminal that closes) and SIGUSR1 (Slurm's `--signal`) set the request, and so do `max_run_time`
-    seconds of this process; a second signal acts as it would have without us. SIGHUP stays ignored where it is (nohup). Main
-    thread only."""
+    """Yields a request that is set by SIGINT, SIGTERM, SIGHUP (a terminal that closes), SIGUSR1 (Slurm's `--signal`), or once this
+    process has run for `max_run_time` seconds. A second signal has its previous effect. SIGHUP stays ignored if it was (nohup).
+    Main thread only."""
     request = StopRequest(max_run_time)
     numbers = [getattr(signal, name) for name in StopRequest.REASONS if hasattr(signal, name)]
     before = {s: signal.getsignal(s) for s in numbers}
@@ -184,7 +184,7 @@ def stop_on_signals(max_run_time: float | None = None) -> Iterator[StopRequest]:
     def handler(number: int, frame: Any) -> None:
         request.signal = signal.Signals(number).name
         restore()
-        # Not print: the signal may have come in the middle of one.
+        # Not print: the signal may have interrupted one.
         text = f"\n{request.signal}: the run saves and ends within two steps; a second one ends it at once\n"
         with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
@@ -197,9 +197,9 @@ def stop_on_signals(max_run_time: float | None = None) -> Iterator[StopRequest]:
         restore()
 
 
-# ---- watched
+# ---- the watchdog
 
-REARM = 1.0  # seconds: arming at every step would slow the shortest ones
+REARM = 1.0  # seconds: rearming at every step would slow the shortest ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,8 +218,8 @@ class WatchdogConfig:
 class Watchdog:
     """Prints the stacks of all threads when a step takes too long: a hang in a collective or in a file system raises nothing.
 
-    The limit comes from the steps themselves, so none holds before the third. The stacks are faulthandler's, which needs
-    no Python to run; where the process is to end, it does so with status 1.
+    The limit depends on the run's step times, so there is none before the third step. faulthandler prints the stacks, as it works
+    even if no Python code can run; with watchdog.exit it then ends the process with status 1.
     """
 
     def __init__(self, cfg: WatchdogConfig):
@@ -230,13 +230,13 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def limit(self) -> float | None:
-        """Seconds that the step at hand may take."""
+        """Seconds that the current step may take; None: no limit."""
         if self._cfg.factor is None or len(self._times) < 2:
             return None
         return min(max(self._cfg.factor * statistics.median(self._times), self._cfg.at_least), LONGEST)
 
     def beat(self, step: int) -> None:
-        """A step has ended and the next, `step`, begins."""
+        """Records that a step has ended and the next one, `step`, begins."""
         now = time.monotonic()
         if self._last is not None:
             self._times.append(now - self._last)
@@ -252,11 +252,11 @@ class Watchdog:
         self._timer = threading.Timer(limit + REARM, print, (text,), {"file": sys.stderr})
         self._timer.daemon = True
         self._timer.start()
-        # A little later, so that the line above comes first.
+        # A little later, so that the line above is printed first.
         faulthandler.dump_traceback_later(limit + REARM + 0.2, exit=self._cfg.exit, file=sys.__stderr__)
 
     def pause(self) -> None:
-        """Until the next beat nothing is watched, and the time counts for no step: evaluation, saving, the end."""
+        """Watches nothing until the next beat, and counts the time for no step: for evaluation, saving, and the end."""
         self._last, self._armed = None, -math.inf
         self._disarm()
 

@@ -1,4 +1,4 @@
-"""Numbers of a run: written once, to TensorBoard, JSON lines and the terminal."""
+"""Writes a run's metrics to TensorBoard, JSON lines and the terminal."""
 
 import datetime
 import logging
@@ -20,19 +20,19 @@ def duration(seconds: float) -> str:
 
 
 class TensorBoard:
-    """An event file of TensorBoard's. Events are written by the caller's thread, so that after `flush` they are on the disk and
-    an error is the caller's; tensorboardX's own SummaryWriter keeps some in a queue, and hangs once its thread has died."""
+    """A TensorBoard event file. Events are written on the caller's thread, so that after `flush` they are on disk and errors reach
+    the caller; tensorboardX's own SummaryWriter keeps some in a queue, and hangs once its thread has died."""
 
-    FLUSH = 10.0  # seconds: a killed process loses no more
+    FLUSH = 10.0  # seconds between flushes: a killed process loses no more
 
     def __init__(self, directory: epath.Path, purge_step: int):
-        """Readers hide what older event files hold of `purge_step` and later."""
+        """purge_step: readers hide events of this and later steps in older event files."""
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self._summary, self._event = summary, Event
-        # The name has the second; readers take files in the order of their names.
+        # Readers sort files by name, which by itself has only the second: add nanoseconds.
         self._file = EventsWriter(str(directory / "events"), f".{time.time_ns() % 10**9:09d}")
         self._flushed = time.monotonic()
         self._write(purge_step, session_log=SessionLog(status=SessionLog.START))
@@ -49,7 +49,7 @@ class TensorBoard:
         self._write(step, summary=parts[0])
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """A monospaced text."""
+        """Writes a monospaced text."""
         self._write(step, summary=self._summary.text(tag, "\n".join("    " + line for line in text.splitlines())))
 
     def flush(self) -> None:
@@ -61,11 +61,11 @@ class TensorBoard:
 
 
 class MetricWriter:
-    """Writes scalars of a step to TensorBoard's event files, to metrics.jsonl and to the terminal: a live bar where the
-    output is one, plain lines elsewhere. Only process 0 makes one.
+    """Writes scalars of a step to TensorBoard's event files, to metrics.jsonl and to the terminal: a live progress bar on a
+    terminal, plain lines otherwise. Only process 0 has one.
 
-    `start`: the step after which a resumed run goes on; what was written for later steps, and lost, is taken away. None: all.
-    `validation`: tokens of the validation splits where evaluations are of a part of them; None: they are of all.
+    start: the step from which a run resumes; earlier output for later steps is removed. None: a new run; all is removed.
+    validation: tokens in the validation splits, if evaluations use only a part of them; None: they use all.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MetricWriter:
     def write(self, step: int, values: dict[str, Any]) -> None:
         values = {tag: np.asarray(v).item() for tag, v in values.items()}
         self._tensorboard.scalars(step, values)
-        # JSON has no NaN and no infinity: null.
+        # JSON has neither NaN nor infinity: null instead.
         finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         self._jsonl.add({"step": step, **finite})
         self._show(step, values)
@@ -123,23 +123,23 @@ class MetricWriter:
             )
 
     def progress(self, step: int) -> None:
-        """Moves the bar to `step` finished steps."""
+        """Advances the progress bar to `step` finished steps."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
+        """Prints a line, above the progress bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
             print(text, file=self._stream, flush=True)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """A monospaced text in TensorBoard."""
+        """Writes a monospaced text to TensorBoard."""
         self._tensorboard.text(step, tag, text)
 
     def flush(self) -> None:
-        """Brings all that was written to the disk."""
+        """Flushes everything written to disk."""
         self._jsonl.flush()
         self._tensorboard.flush()
 
@@ -152,7 +152,7 @@ class MetricWriter:
 
 
 class NoWriter:
-    """Stands for a MetricWriter in the processes that write nothing."""
+    """A MetricWriter that does nothing, for processes other than 0."""
 
     def write(self, *_: Any) -> None:
         pass
