@@ -102,7 +102,7 @@ def read_prompts(path: str, is_chat: bool) -> list[Prompt]:
 
 
 def read_record(line: str, is_chat: bool) -> Prompt:
-    """The prompt in a line of JSON. Raises ValueError if it has none; the message continues "line N"."""
+    """The prompt in a line of JSON. Raises ValueError if it has none, with a message to append to "line N"."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -210,7 +210,7 @@ def check_memory(step: jax.stages.Compiled, devices: list) -> None:
     if found is None or None in free:
         return
     needed = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    # All CPU devices share the machine's memory.
+    # All CPU devices share the host's memory.
     shared = len(devices) if devices[0].platform == "cpu" else 1
     if needed * shared > min(free):
         raise TooLarge(

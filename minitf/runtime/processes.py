@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def start(cfg: DistributedConfig, args: argparse.Namespace) -> None:
     """Calls `jax.distributed.initialize` if flags, MINITF_* variables or a cluster ask for several processes, and prints what was
-    chosen and why. Call it before any device is used. Does nothing if JAX is already initialised so. Raises ValueError for
-    contradictory settings, and if the processes cannot connect."""
+    chosen and why. Call it before any device is used. Does nothing if the caller has initialised `jax.distributed`. Raises ValueError
+    for contradictory settings, and if the processes cannot connect."""
     if jax.distributed.is_initialized():
         return
     flags = {name: getattr(args, name) for name in cluster.EXPLICIT}

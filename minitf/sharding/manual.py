@@ -19,7 +19,7 @@ def manual(f: Gradients, specs: Any, dtype: str) -> Gradients:
     devices. The gradient is sharded like params. Further arguments are replicated.
 
     Gradients are all-reduced here, once, over the axes that shard rows and not the parameter. Over axes that shard the parameter
-    `gather` has already reduce-scattered them, and their all-reduce uses the dtype `travels`.
+    `gather` has already reduce-scattered them; their all-reduce over the remaining axes uses the dtype `travels`.
     """
 
     def on_all(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
@@ -47,6 +47,6 @@ def manual(f: Gradients, specs: Any, dtype: str) -> Gradients:
 
 
 def over_devices(collectives: str, f: Gradients, specs: Any, dtype: str) -> Gradients:
-    """f over the rows of all devices: under `manual`, or unchanged where the compiler partitions it. collectives: a key of
-    COLLECTIVES; specs: declarations of params; dtype: the compute dtype."""
+    """f over the rows of all devices: `manual(f)`, or f itself if the compiler partitions it. collectives: a key of COLLECTIVES;
+    specs: declarations of params; dtype: the compute dtype."""
     return manual(f, specs, dtype) if collectives == "manual" else f

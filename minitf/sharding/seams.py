@@ -30,7 +30,7 @@ def spread_mesh() -> AbstractMesh | None:
 
 
 def row_shards() -> int:
-    """Number of row shards of arrays [B, ...] in this mesh context; 1 in a manual region, where a device sees its own rows alone."""
+    """Number of row shards of arrays [B, ...] in this mesh context; 1 in a manual region, where a device sees only its own rows."""
     mesh = spread_mesh()
     return 1 if mesh is None else batch_shards(mesh)
 

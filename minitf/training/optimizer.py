@@ -57,7 +57,7 @@ def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def linear_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
-    """A line from the peak at update 0 to the end, which an update `steps` would have: update i is i / steps of the way."""
+    """A line from the peak to the end rate: update i is i / steps of the way, so an update after the last would have the end rate."""
     return optax.linear_schedule(cfg.learning_rate, cfg.end_learning_rate, steps)
 
 
@@ -68,7 +68,7 @@ def cosine_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def warmup_stable_decay(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
     """The peak, then a line over the last decay_steps = d updates (MiniCPM, arXiv:2404.06395): the update before them has the peak,
-    they are 1 / (d + 1), ... d / (d + 1) of the way to the end, which an update after the last would have."""
+    they are 1 / (d + 1), ... d / (d + 1) of the way to the end rate, which an update after the last would have."""
     total = steps + cfg.warmup_steps
     decay = min(max(1, total // 5 if cfg.decay_steps is None else cfg.decay_steps), steps)
     last = steps - decay - 1  # last update at the peak
