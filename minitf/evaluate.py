@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from minitf import command_line, harness
+from minitf import command_line
 from minitf.config import Config
 from minitf.data import datasets, pipeline
 from minitf.data import texts as texts_lib
@@ -204,6 +204,8 @@ def main(argv: list[str] | None = None) -> int:
         workdir, mesh = resolve(args.workdir), make_mesh(MeshConfig())
         model = load_model(workdir, args.step, mesh)
         if args.tasks:
+            from minitf import harness  # needs the extra eval
+
             results = harness.run_tasks(args.tasks, model, tokenizer_of(workdir), mesh)
             print(json.dumps(results) if args.json else harness.results_table(results))
             return 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from common import change, launch, make_mesh, random_params, run_module, slow, text_config
 
-from minitf import evaluate, harness
+from minitf import evaluate
 from minitf.data.frame import of_ids, of_tokenizer
 from minitf.data.store import Store
 from minitf.data.texts import tokenized
@@ -182,6 +182,7 @@ def test_text_that_the_tokenizer_does_not_know_is_refused(trained, tmp_path, cap
 
 def test_log_likelihoods_are_those_of_the_plain_forward(model):
     pytest.importorskip("lm_eval")
+    from minitf import harness
 
     lm = harness.HarnessModel(model, BYTES, make_mesh("1"), batch_size=3)
     rng = np.random.default_rng(0)
@@ -204,6 +205,8 @@ def test_rolling_log_likelihood_agrees_with_bits_per_byte(model):
     pytest.importorskip("lm_eval")
     from types import SimpleNamespace
 
+    from minitf import harness
+
     lm = harness.HarnessModel(model, BYTES, make_mesh("1"))
     # Of a longer text the harness gives the last piece more context than one token.
     texts = [t for t in TEXTS if 0 < len(t) <= 48]
@@ -216,6 +219,8 @@ def test_rolling_log_likelihood_agrees_with_bits_per_byte(model):
 def test_greedy_text_is_that_of_the_plain_forward_and_ends_at_a_stop_string(model):
     pytest.importorskip("lm_eval")
     from types import SimpleNamespace
+
+    from minitf import harness
 
     lm = harness.HarnessModel(model, BYTES, make_mesh("1"))
     ids = list(b"some context")

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from common import ROOT
+from common import ROOT, run_python
 
 pytestmark = pytest.mark.core
 
@@ -139,3 +139,24 @@ def test_the_readme_names_every_file_and_its_length():
         assert abs(lines - true) <= 0.05 * true, f"{', '.join(names)}: {true} lines, the README says {lines}"
     assert {n for n in FILES if not n.endswith("__init__")} <= set(named)
     assert len(named) == len(set(named))
+
+
+OPTIONAL = (
+    "lm_eval",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "pyarrow",
+    "zstandard",
+    "datasketch",
+    "tensorboard",
+    "libtpu",
+)
+
+
+def test_commands_start_without_the_packages_of_extras():
+    """Each is imported by the function that needs it."""
+    commands = ", ".join(f"minitf.{name}" for name in LEAVES)
+    code = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r})); import {commands}"
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -9,7 +9,6 @@ from common import assert_close, launch, make_mesh, random_params, text_config
 from hf_models import MODELS, save_run
 from test_frame import made, tuned  # noqa: F401 (fixtures)
 
-from minitf import harness
 from minitf.data import chat
 from minitf.data.tokenizer_files import load_tokenizer
 from minitf.huggingface import folder as files
@@ -190,6 +189,8 @@ def test_figures_of_tasks_are_those_of_the_harness_adapter_for_transformers(name
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from test_frame import VOCAB, make_tokenizer
+
+    from minitf import harness
 
     theirs = random_model(name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=1)
     theirs.save_pretrained(tmp_path / "hf")
