@@ -99,8 +99,8 @@ def check_options(cfg: Config, mesh: jax.sharding.Mesh) -> None:
 def implementation(cfg: Config, mesh: jax.sharding.Mesh, *, training: bool = True) -> str:
     """Attention kernel of the train step, or of the eval step if not `training`, on this mesh. Raises ValueError if the kernel in the
     config cannot run."""
-    asked = dict(training=training, segments=pipeline.has_segments(cfg.data))
-    return kernel_for(cfg.model, mesh, cfg.seq_len, **asked)
+    segments = pipeline.has_segments(cfg.data)
+    return kernel_for(cfg.model, mesh, cfg.seq_len, training=training, segments=segments)
 
 
 def design(cfg: Config, steps: int, vocab_size: int, devices: list | None = None) -> Job:

@@ -1,5 +1,6 @@
 """Paths from users and files, listing a directory, atomic writes, and detection of files that are not text."""
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,9 @@ def write_whole(path: Any, contents: str | bytes) -> None:
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no directories
+            raise
     finally:
         os.close(directory)
 

@@ -167,8 +167,8 @@ class Checkpoints:
         )
 
     def __enter__(self) -> "Checkpoints":
-        self._ignoring = hooks.closed_loops_ignored()
-        self._ignoring.__enter__()
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(hooks.closed_loops_ignored())
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -180,7 +180,7 @@ class Checkpoints:
         finally:
             # No write is pending. If the directory has become unusable, Orbax may block for long without a purpose.
             at_most(SAVER_CLOSING, self._manager.close)  # its errors were already raised by wait()
-            self._ignoring.__exit__(None, None, None)
+            self._stack.close()
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, in order."""

@@ -49,4 +49,7 @@ def manual(f: Gradients, specs: Any, dtype: str) -> Gradients:
 def over_devices(collectives: str, f: Gradients, specs: Any, dtype: str) -> Gradients:
     """f over the rows of all devices: `manual(f)`, or f itself if the compiler partitions it. collectives: a key of COLLECTIVES;
     specs: declarations of params; dtype: the compute dtype."""
-    return manual(f, specs, dtype) if collectives == "manual" else f
+    if collectives == "auto":
+        return f
+    assert collectives == "manual", collectives
+    return manual(f, specs, dtype)
