@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from minitf.model.attention import AttentionConfig
-from minitf.model.choose import with_best_kernel
+from minitf.model.choose import with_best_kernels
 from minitf.model.loss import LossConfig
 from minitf.model.mlp import MlpConfig
 from minitf.model.transformer import ModelConfig, model_params
-from minitf.sharding.devices import make_mesh
-from minitf.sharding.mesh import MeshConfig, surroundings
+from minitf.sharding.devices import make_mesh, surroundings
+from minitf.sharding.mesh import MeshConfig
 from minitf.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from minitf.training.state import init_state
 from minitf.training.step import train_step
@@ -32,7 +32,7 @@ def train(steps: int = 1000):
     sizes = dict(vocab_size=32, max_seq_len=16, dim=64, num_layers=2, positions="learned")
     model = ModelConfig(**sizes, attention=AttentionConfig(num_heads=4), mlp=MlpConfig(kind="gelu"))
     mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
-    task = Task(with_best_kernel(model, mesh, length=16))
+    task = Task(with_best_kernels(model, mesh, length=16))
     update = OptimizerConfig("sgd", learning_rate=1e-3, schedule="constant", weight_decay=0.0, clip_norm=None)
     specs, schedule = model_params(task.model), make_schedule(update, steps)
     tx = make_optimizer(update, specs, schedule)

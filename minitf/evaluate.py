@@ -27,14 +27,13 @@ from minitf.data.store import MANIFEST, SPLITS, Joined, Replaced, Store
 from minitf.data.texts import characters, tokenized
 from minitf.data.tokenizer import Tokenizer
 from minitf.data.tokenizer_files import TOKENIZER_FILE, lost_note
-from minitf.model.choose import with_best_kernel
+from minitf.model.choose import with_best_kernels
 from minitf.paths import given
 from minitf.runtime.hooks import leave_absent_tpu
 from minitf.runtime.terminal import lasting_output
-from minitf.sharding.devices import make_mesh
-from minitf.sharding.mesh import MeshConfig, batch_sharding, batch_shards, replicated, surroundings
-from minitf.training.evaluation import scores, totals
-from minitf.training.step import eval_step
+from minitf.sharding.devices import make_mesh, surroundings
+from minitf.sharding.mesh import MeshConfig, batch_sharding, batch_shards, replicated
+from minitf.training.evaluation import eval_step, scores, totals
 from minitf.workdir import Model, frame_of, load_model, resolve, tokenizer_of
 
 # ---- the documents to score
@@ -126,7 +125,7 @@ def dataset_sums(
     plan = best_fit(cut(data.spans[data.spans[:, 1] > 0], context), row_length)
     rows = pipeline.spread_rows(PackedRows(data.store, plan, row_length, segments=True), batch_size, None)
     asked = dict(rows=batch_size, segments=True)  # documents share rows
-    cfg = dataclasses.replace(model.cfg, model=with_best_kernel(model.cfg.model, mesh, row_length, **asked))
+    cfg = dataclasses.replace(model.cfg, model=with_best_kernels(model.cfg.model, mesh, row_length, **asked))
     step = jax.jit(functools.partial(eval_step, byte_lengths=None, cfg=cfg), out_shardings=replicated(mesh))
     batches = pipeline.batches(rows, batch_size, batch_sharding(mesh), model.cfg.data)
     with surroundings(mesh, model.cfg.model.dtype):

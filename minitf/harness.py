@@ -20,11 +20,12 @@ from minitf import workdir as workdir_lib
 from minitf.config import freeze
 from minitf.data.store import check_rows
 from minitf.data.tokenizer import Tokenizer
-from minitf.model.choose import with_best_kernel
+from minitf.model.choose import with_best_kernels
 from minitf.model.transformer import model as forward
 from minitf.paths import given
 from minitf.sampling import Sampler, Sampling, bucket
-from minitf.sharding.mesh import batch_sharding, batch_shards, replicated, surroundings
+from minitf.sharding.devices import surroundings
+from minitf.sharding.mesh import batch_sharding, batch_shards, replicated
 from minitf.text import complete
 from minitf.workdir import frame_of
 
@@ -90,7 +91,7 @@ class HarnessModel(TemplateLM):
         """(log-likelihood of the targets where `counts`, whether all of these are the likeliest), both [B]."""
         inputs, targets = batch["inputs"], batch["targets"]
         # Padded to lengths that the kernel named for training may not support.
-        cfg = with_best_kernel(self._cfg, self._mesh, inputs.shape[1], rows=len(inputs))
+        cfg = with_best_kernels(self._cfg, self._mesh, inputs.shape[1], rows=len(inputs))
         logits = forward(params, inputs, cfg)
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
         counts = batch["counts"]

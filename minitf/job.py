@@ -17,7 +17,7 @@ from minitf.data import frame as frames
 from minitf.data.frame import Frame
 from minitf.data.mixture import Phase, with_weights
 from minitf.data.tokenizer import Tokenizer
-from minitf.model.choose import kernel_for, with_kernel
+from minitf.model.choose import grouped_for, kernel_for, with_kernels
 from minitf.model.transformer import model_params
 from minitf.runtime.checkpoint import versions
 from minitf.runtime.devices import free_memory
@@ -27,9 +27,11 @@ from minitf.sharding.devices import make_mesh, platform_of
 from minitf.sharding.mesh import AXES, BATCH, batch_sharding, batch_shards, mesh_sizes, replicated
 from minitf.sharding.rules import check_divisible
 from minitf.text import fixed_prompts
+from minitf.training.evaluation import eval_step
+from minitf.training.layout import abstract_state, state_shardings
 from minitf.training.optimizer import SCHEDULES, make_optimizer, make_schedule
-from minitf.training.state import TrainState, abstract_state, first_state, init_state, state_shardings
-from minitf.training.step import Batch, eval_step, train_step
+from minitf.training.state import TrainState, first_state, init_state
+from minitf.training.step import Batch, train_step
 from minitf.workdir import commit, differences
 
 
@@ -72,6 +74,7 @@ def check_mesh(cfg: Config, mesh: jax.sharding.Mesh, specs: Any) -> None:
             f"mesh axes {rows}"
         )
     implementation(cfg, mesh)
+    grouped_for(cfg.model, mesh)
     check_options(cfg, mesh)
 
 
@@ -173,9 +176,12 @@ def program(job: Job) -> Program:
     )
     everywhere = replicated(job.mesh)
     init = functools.partial(init_state, specs=job.specs, tx=tx)
+    grouped = grouped_for(cfg.model, job.mesh)
     # "auto" is resolved here, from the mesh: its devices may be only described.
     step_cfg, eval_cfg = (
-        dataclasses.replace(cfg, model=with_kernel(cfg.model, implementation(cfg, job.mesh, training=training)))
+        dataclasses.replace(
+            cfg, model=with_kernels(cfg.model, implementation(cfg, job.mesh, training=training), grouped)
+        )
         for training in (True, False)
     )
     step = functools.partial(train_step, cfg=step_cfg, tx=tx, schedule=schedule)

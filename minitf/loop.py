@@ -35,9 +35,9 @@ from minitf.services import (
     restored_or_new,
     unless_stopped,
 )
-from minitf.sharding.mesh import surroundings
+from minitf.sharding.devices import surroundings
 from minitf.text import sample
-from minitf.training.evaluation import evaluate
+from minitf.training.evaluation import evaluate, router_metrics
 from minitf.workdir import commit
 
 # ---- decisions: pure functions of the step, the settings and the processes' vote
@@ -167,7 +167,8 @@ def log_metrics(run: Services, progress: Progress, step: int) -> None:
     cfg, took = run.job.cfg, lap(run, progress, step)
     positions = cfg.batch_size * cfg.seq_len  # per step
     step_time = took["seconds"] / (took["last"] - took["first"] + 1)
-    values = jax.device_get(progress.latest) | {
+    values = jax.device_get(progress.latest)
+    values |= router_metrics(values.pop("routed")) | {
         "train/tokens_seen": progress.tokens_seen,
         "perf/step_time_s": step_time,
         "perf/tokens_per_s": took["tokens"] / took["seconds"],

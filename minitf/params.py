@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # (key, shape, dtype) -> array
 
-KINDS = ("matrix", "embedding", "head", "scale", "bias")
+KINDS = ("matrix", "embedding", "head", "router", "scale", "bias", "state")
+UNROUNDED = ("router", "scale", "bias", "state")  # kinds that are used in float32, whatever the compute dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +24,12 @@ class Param:
 
     shape:   shape of one layer, without the stack.
     axes:    logical name of each dimension of `shape`; `sharding.rules.RULES` maps them to mesh axes.
-    kind:    one of KINDS; determines weight decay, Muon, FLOPs and the default initial scale.
+    kind:    one of KINDS; determines weight decay, Muon, FLOPs and the default initial scale; a "state" is set by the step.
     inputs:  number of leading dimensions of `shape` that are contracted with the activation.
     init:    (key, shape, dtype) -> array; None: the model's scheme decides by kind.
     dtype:   dtype of the master weight; the compute dtype is `ModelConfig.dtype`.
-    stack:   leading layer dimensions (name, size), excluded from fan-in, decay, Muon, factored moments and per-array norms.
+    stack:   leading dimensions (name, size), of layers and experts, excluded from fan-in, decay, Muon, factored moments and norms.
+    chosen:  number of entries of the stack's last dimension that one token uses; None: all.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class Param:
     init: Init | None = None
     dtype: str = "float32"
     stack: tuple[tuple[str, int], ...] = ()
+    chosen: int | None = None
 
     def __post_init__(self):
         assert self.kind in KINDS, f"unknown kind {self.kind!r}; known: {', '.join(KINDS)}"
@@ -59,8 +62,13 @@ class Param:
 
     @property
     def active(self) -> int:
+        """Number of elements that one token uses."""
+        return self.size if self.chosen is None else self.size // self.stack[-1][1] * self.chosen
+
+    @property
+    def multiplied(self) -> int:
         """Number of elements that multiply one token."""
-        return self.size if self.kind in ("matrix", "head") else 0
+        return self.active if self.kind in ("matrix", "head", "router") else 0
 
     @property
     def fan_in(self) -> int:
@@ -102,6 +110,11 @@ def stacked(specs: Any, layers: int) -> Any:
     return tree_map(lambda p: dataclasses.replace(p, stack=(("layers", layers), *p.stack)), specs)
 
 
+def weights_of(specs: Any, tree: Any) -> Any:
+    """The tree without the entries of kind "state"; None in their places."""
+    return tree_map(lambda p, a: None if p.kind == "state" else a, specs, tree)
+
+
 def group_of(name: str) -> str:
     """The group whose norms are logged together: `blocks/0/attention/q` -> `attention`, `head` -> `head`."""
     parts = name.split("/")
@@ -109,11 +122,12 @@ def group_of(name: str) -> str:
 
 
 def count_params(specs: Any) -> dict[str, int]:
-    """Parameter counts: `total`, `embedding` (token and position tables, one of which may be a tied head), `non_embedding`."""
-    sizes = [(p.kind == "embedding", p.size) for _, p in named(specs)]
-    embedding = sum(n for is_embedding, n in sizes if is_embedding)
-    total = sum(n for _, n in sizes)
-    return {"total": total, "embedding": embedding, "non_embedding": total - embedding}
+    """Parameter counts: `total`, `active` (those that one token uses), `embedding` (token and position tables, one of which may be a
+    tied head), `non_embedding`."""
+    weights = [p for _, p in named(weights_of(specs, specs))]
+    total, active = sum(p.size for p in weights), sum(p.active for p in weights)
+    embedding = sum(p.size for p in weights if p.kind == "embedding")
+    return {"total": total, "active": active, "embedding": embedding, "non_embedding": total - embedding}
 
 
 def abstract_params(specs: Any, shardings: Any = None) -> Any:
@@ -171,7 +185,7 @@ def with_inits(specs: Any, scheme: str, num_layers: int) -> Any:
     def one(p: Param) -> Param:
         if p.init is not None:
             return p
-        by_kind = {"scale": ones, "bias": zeros}
+        by_kind = {"scale": ones, "bias": zeros, "state": zeros}
         return dataclasses.replace(p, init=by_kind.get(p.kind) or Normal(SCHEMES[scheme](p, num_layers)))
 
     return tree_map(one, specs)

@@ -5,7 +5,6 @@ not on the other rows, the padding or how many tokens are decoded at a time.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +15,12 @@ import numpy as np
 from minitf import checks
 from minitf.data.frame import Frame
 from minitf.data.tokenizer import Tokenizer
-from minitf.model.choose import with_best_kernel
-from minitf.model.transformer import Cache, ModelConfig, hidden, logits, model_params, new_cache, pattern
-from minitf.params import is_param, tree_map
+from minitf.model.choose import with_best_kernels
+from minitf.model.transformer import Cache, ModelConfig, hidden, logits, model_params, new_cache, pattern, places
+from minitf.params import UNROUNDED, is_param, tree_map
 from minitf.settings import setting
-from minitf.sharding.mesh import batch_shards, replicated, surroundings
+from minitf.sharding.devices import surroundings
+from minitf.sharding.mesh import batch_shards, replicated
 from minitf.sharding.rules import shardings
 from minitf.sharding.seams import pin
 
@@ -131,11 +131,14 @@ def unstacked(stack: Any) -> list[Any]:
     return [jax.tree.map(lambda leaf, i=i: one(leaf, i), stack, is_leaf=is_param) for i in range(n)]
 
 
-def layers_apart(blocks: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The blocks of the config `apart`, one stack per layer, from one stack per position in the pattern."""
-    places = [unstacked(stack) for stack in blocks]
-    layers = [layer for period in itertools.zip_longest(*places) for layer in period if layer is not None]
-    return tuple(jax.tree.map(lambda a: a[None], layer) for layer in layers)
+def layers_apart(blocks: tuple[Any, ...], cfg: ModelConfig) -> tuple[Any, ...]:
+    """The blocks of the config `apart`, one stack per layer, from one stack per place."""
+    layers = {
+        n: layer
+        for stack, place in zip(blocks, places(cfg), strict=True)
+        for n, layer in zip(place.layers, unstacked(stack), strict=True)
+    }
+    return tuple(jax.tree.map(lambda a: a[None], layers[n]) for n in range(cfg.num_layers))
 
 
 def prepared(params: Any, cfg: ModelConfig, mesh: jax.sharding.Mesh) -> tuple[Any, ModelConfig]:
@@ -146,8 +149,8 @@ def prepared(params: Any, cfg: ModelConfig, mesh: jax.sharding.Mesh) -> tuple[An
     specs = model_params(own_cfg)
 
     def ready(params: Any) -> Any:
-        own = dict(params, blocks=layers_apart(params["blocks"])) if by_layer else params
-        return tree_map(lambda p, w: w if p.kind in ("scale", "bias") else w.astype(cfg.dtype), specs, own)
+        own = dict(params, blocks=layers_apart(params["blocks"], cfg)) if by_layer else params
+        return tree_map(lambda p, w: w if p.kind in UNROUNDED else w.astype(cfg.dtype), specs, own)
 
     return jax.jit(ready, out_shardings=shardings(specs, mesh))(params), own_cfg
 
@@ -214,7 +217,7 @@ class Sampler:
         """Prefill: processes the left-padded prompts, which begin at first_B, and draws one token."""
         prompts_BS = pin(prompts_BS)
         B, S = prompts_BS.shape
-        cfg = with_best_kernel(self._cfg, self._mesh, S, rows=B, segments=True)  # padding is a segment of its own
+        cfg = with_best_kernels(self._cfg, self._mesh, S, rows=B, segments=True)  # padding is a segment of its own
         found = hidden(params, prompts_BS, cfg, cache=new_cache(self._cfg, first_B, length))
         in_prompt = jnp.arange(S) >= first_B[:, None]
         seen = jnp.zeros((B, self._cfg.vocab_size), bool).at[jnp.arange(B)[:, None], prompts_BS].max(in_prompt)
@@ -234,7 +237,7 @@ class Sampler:
     ) -> tuple[State, Drawn]:
         """Draws `limit` <= chunk more tokens, or fewer if all rows are done."""
         B = len(state.last_B)
-        cfg = with_best_kernel(self._cfg, self._mesh, 1, rows=B, cached=True)
+        cfg = with_best_kernels(self._cfg, self._mesh, 1, rows=B, cached=True)
 
         def going(carry: tuple) -> jax.Array:
             i, state, _ = carry

@@ -26,7 +26,7 @@ from minitf.runtime.processes import is_first, say
 from minitf.runtime.watch import StopRequest, Watchdog
 from minitf.runtime.writer import MetricWriter, NoWriter
 from minitf.sampling import Sampler
-from minitf.sharding.mesh import surroundings
+from minitf.sharding.devices import surroundings
 from minitf.training.state import TrainState
 from minitf.training.step import Batch
 from minitf.workdir import load_params, resolve, store_config, store_frame

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import minitf
 from minitf.data.tokenizer_files import lost_note
 from minitf.job import Job, implementation
-from minitf.model.transformer import pattern
+from minitf.model.choose import grouped_for
+from minitf.model.transformer import ModelConfig, pattern, places
 from minitf.params import count_params, named
 from minitf.runtime.terminal import columns
 from minitf.sharding.devices import host_count, mesh_shape
@@ -46,12 +47,25 @@ def parameter_table(specs: Any, mesh: jax.sharding.Mesh) -> str:
     return "\n".join(columns(rows, left=4))
 
 
+def mixtures(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> list[str]:
+    """A line on the model's mixtures of experts, if it has any."""
+    m, layers = cfg.mlp, [n for place in places(cfg) if place.mlp.router != "none" for n in place.layers]
+    if not layers:
+        return []
+    shared = f" and {m.shared} shared" if m.shared else ""
+    return [
+        f"mixtures in {len(layers)} of {cfg.num_layers} layers: {m.experts_per_token} of {m.experts} experts{shared}, router "
+        f"{m.router}: {grouped_for(cfg, mesh)} (model.mlp.grouped={m.grouped})"
+    ]
+
+
 def describe(job: Job) -> str:
     """Versions, devices, mesh, data, attention kernel, parameters and length of a run, as text."""
     cfg, corpora, mesh = job.cfg, job.corpora, job.mesh
     count = count_params(job.specs)
     chosen = implementation(cfg, mesh)
     kind, processes = mesh.devices.flat[0].device_kind, jax.process_count()
+    active = "" if count["active"] == count["total"] else f"; a token uses {count['active']:,}"
     several = f" in {processes} processes" if processes > 1 else ""
     lines = [
         f"minitf {minitf.__version__}, JAX {jax.__version__}, devices: {mesh.size} x {kind}{several}, mesh "
@@ -65,8 +79,9 @@ def describe(job: Job) -> str:
             for corpus, (_, weight) in zip(corpora, cfg.data.mixture or (), strict=False)
         ),
         f"attention {', '.join(pattern(cfg.model))}: {chosen} (model.attention.implementation={cfg.model.attention.implementation})",
+        *mixtures(cfg.model, mesh),
         parameter_table(job.specs, mesh),
-        f"parameters: {count['total']:,} ({count['embedding']:,} embedding, {count['non_embedding']:,} non-embedding)",
+        f"parameters: {count['total']:,} ({count['embedding']:,} embedding, {count['non_embedding']:,} non-embedding{active})",
         f"training for {job.steps:,} steps of {cfg.batch_size} x {cfg.seq_len} tokens, "
         f"logits of shape [{cfg.batch_size},{cfg.seq_len},{cfg.model.vocab_size}]",
     ]

@@ -32,16 +32,17 @@ from minitf.runtime import lock as lock_lib
 from minitf.runtime.checkpoint import CheckpointConfig
 from minitf.runtime.log import json_lines
 from minitf.sharding import devices as devices_lib
-from minitf.sharding.mesh import MeshConfig, batch_sharding, mesh_settings
+from minitf.sharding.mesh import MeshConfig, batch_sharding
 from minitf.training import step as step_lib
+from minitf.training.layout import state_shardings
 from minitf.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
-from minitf.training.state import TrainState, state_shardings
+from minitf.training.state import TrainState
 from minitf.workdir import begin, resolve
-from tools.parity import change, random_batch, random_params  # noqa: F401  for the tests, as the rest here
+from tools.parity import change, random_batch, random_params, sizes_of_axes  # noqa: F401  for the tests, as the rest here
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MESHES = {  # name -> sizes of (data, fsdp, tensor)
+MESHES = {  # name -> sizes of (data, fsdp, tensor), as all meshes of three sizes; of four: (data, fsdp, expert, tensor)
     "1": (1, 1, 1),
     "data8": (8, 1, 1),
     "fsdp8": (1, 8, 1),
@@ -80,7 +81,7 @@ TINY = Config(
 def make_mesh(name: str, cfg: MeshConfig | None = None) -> jax.sharding.Mesh:
     """A mesh of MESHES, or of sizes written as there; with the settings of the config besides."""
     sizes = MESHES.get(name) or tuple(map(int, name.split("x")))
-    cfg = dataclasses.replace(cfg or MeshConfig(), **dict(zip(mesh_settings(), sizes, strict=True)))
+    cfg = dataclasses.replace(cfg or MeshConfig(), **sizes_of_axes(sizes))
     return devices_lib.make_mesh(cfg, jax.devices()[: int(np.prod(sizes))])
 
 
@@ -112,7 +113,7 @@ def fit(cfg: Config, batches: list, *, mesh: str = "1", params: Any = None) -> t
         history = []
         for batch in batches:
             state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
-            history.append({k: float(v) for k, v in metrics.items() if k != "batch"})
+            history.append({k: float(v) for k, v in metrics.items() if k not in ("batch", "routed")})
     return history, jax.tree.map(np.asarray, state.params)
 
 

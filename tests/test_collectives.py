@@ -13,7 +13,8 @@ from minitf import job as job_lib
 from minitf.params import Param
 from minitf.plan import hlo
 from minitf.plan.program import abstract_batch, compile_step, job_of
-from minitf.sharding.mesh import BATCH, batch_shards, surroundings
+from minitf.sharding.devices import surroundings
+from minitf.sharding.mesh import BATCH, batch_shards
 from minitf.sharding.rules import RULES
 from minitf.sharding.seams import constrain
 

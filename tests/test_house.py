@@ -11,10 +11,18 @@ pytestmark = pytest.mark.core
 
 CORE = (
     *("tables", "settings", "checks", "params"),
-    *("sharding.mesh", "sharding.devices", "sharding.rules", "sharding.seams", "sharding.manual"),
-    *("model.ops", "model.kernels", "model.attention", "model.mlp", "model.remat", "model.transformer", "model.flops"),
-    *("model.choose", "model.loss"),
-    *("training.optimizer", "training.checksum", "training.state", "training.step", "training.evaluation"),
+    *("sharding.mesh", "sharding.devices", "sharding.rules", "sharding.seams", "sharding.exchange"),
+    "sharding.manual",
+    *("model.ops", "model.kernels", "model.attention", "model.routers", "model.grouped", "model.mlp", "model.experts"),
+    *("model.remat", "model.transformer", "model.flops", "model.choose", "model.loss"),
+    *(
+        "training.optimizer",
+        "training.checksum",
+        "training.state",
+        "training.layout",
+        "training.step",
+        "training.evaluation",
+    ),
 )
 BELOW = (  # the wall
     *(
@@ -30,7 +38,7 @@ BELOW = (  # the wall
     "runtime.checkpoint",
     *("data.loader", "data.tokenizer", "data.tokenizer_files", "data.long_texts", "data.chat", "data.frame"),
     *("data.store", "data.mixture", "data.packing", "data.texts", "data.datasets", "data.pipeline"),
-    *("sampling", "text", "config", "command_line", "workdir", "job", "startup", "services", "loop"),
+    *("sampling", "text", "relations", "config", "command_line", "workdir", "job", "startup", "services", "loop"),
     *("train", "harness", "evaluate", "generate"),
     *("plan.topology", "plan.hlo", "plan.report", "plan.program", "plan.figures", "plan.__main__"),
     *("huggingface.settings", "huggingface.families", "huggingface.folder", "huggingface.tokenizer"),
@@ -38,7 +46,7 @@ BELOW = (  # the wall
 )
 ORDER = CORE + BELOW
 LEAVES = ("train", "evaluate", "generate", "plan.__main__", "huggingface.__main__")  # command lines
-REACH = 2500  # lines of step and optimizer, with all that they import
+REACH = 2950  # lines of step and optimizer, with all that they import
 
 
 def module(path: Path) -> str:

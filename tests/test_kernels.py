@@ -17,12 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from minitf import job as job_lib
 from minitf.model import kernels
-from minitf.model.choose import choose, kernel_for, with_best_kernel
+from minitf.model.choose import choose, kernel_for, with_best_kernels
 from minitf.model.kernels import Mask, Needs, Scores
 from minitf.model.remat import REMAT
 from minitf.model.transformer import model_params
 from minitf.sharding.devices import make_mesh as mesh_of
-from minitf.sharding.mesh import AXES, BATCH, MeshConfig, batch_sharding, surroundings
+from minitf.sharding.devices import surroundings
+from minitf.sharding.mesh import AXES, BATCH, MeshConfig, batch_sharding
 from minitf.sharding.rules import shardings
 from minitf.training import step
 
@@ -305,7 +306,7 @@ def test_splash_compiles_for_every_tpu(name, dtype):
 def test_rows_of_another_kind_than_in_training_have_a_kernel_of_their_own():
     """What was named for training - here for TPUs - is not inherited by scoring, prompts and decoding."""
     cfg, mesh = change(TINY, model__attention__implementation="splash").model, make_mesh("1")
-    taken = lambda length, **asked: with_best_kernel(cfg, mesh, length, **asked).attention.implementation
+    taken = lambda length, **asked: with_best_kernels(cfg, mesh, length, **asked).attention.implementation
     assert taken(20) == "blocked"
     assert taken(20, rows=3, segments=True) == "blocked"
     assert taken(1, cached=True) == "xla"

@@ -57,18 +57,18 @@ def test_the_spread_over_devices_does_not_change_loss_or_update(mesh):
 def test_the_auxiliary_loss_is_kept_apart_and_does_not_shrink_under_accumulation():
     cfg = change(SGD, loss__z_loss=1e-2)
     batch, params = random_batch(cfg), initial_params(cfg)
-    losses, grads = gradients(cfg)(params, batch)
-    losses_4, grads_4 = gradients(change(cfg, accumulation=4))(params, batch)
+    (losses, _), grads = gradients(cfg)(params, batch)
+    (losses_4, _), grads_4 = gradients(change(cfg, accumulation=4))(params, batch)
     assert_close({**losses, **grads}, {**losses_4, **grads_4}, 1e-6)
     assert losses["loss"] > 0
     total = reference.loss_fn(params, batch, cfg.model, z_loss=1e-2)
     assert float(losses["loss"] + 1e-2 * losses["z_loss"]) == pytest.approx(float(total), abs=1e-5)
-    assert "z_loss" not in gradients(SGD)(params, batch)[0]  # not asked for, not reported
+    assert "z_loss" not in gradients(SGD)(params, batch)[0].losses  # not asked for, not reported
 
 
 def test_a_batch_without_targets_changes_nothing():
     batches = [random_batch(SGD, 0), random_batch(SGD, 1, weights=np.zeros((8, 16))), random_batch(SGD, 2)]
-    losses, grads = gradients(SGD)(random_params(SGD.model), batches[1])
+    (losses, _), grads = gradients(SGD)(random_params(SGD.model), batches[1])
     assert float(losses["loss"]) == 0
     assert all(np.all(np.asarray(g) == 0) for g in jax.tree.leaves(grads))
     history, params = fit(SGD, batches)
@@ -85,8 +85,8 @@ def test_the_content_and_length_of_padding_do_not_matter():
     zeroed = {k: jnp.where(keep, v, 0) for k, v in batch.items()}
     shorter = {k: v[:, :12] for k, v in batch.items()}
     results = [gradients(SGD)(params, b) for b in (batch, zeroed, shorter)]
-    for losses, grads in results[1:]:
-        assert_close({**losses, **grads}, {**results[0][0], **results[0][1]}, 1e-6)
+    for (losses, _), grads in results[1:]:
+        assert_close({**losses, **grads}, {**results[0][0].losses, **results[0][1]}, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_masked_targets_may_be_anything():
     batch, params = random_batch(SGD, weights=weights), random_params(SGD.model)
     batch["targets"] = batch["targets"].at[:, 3:6].set(0)
     wild = {**batch, "targets": batch["targets"].at[:, 3].set(-1).at[:, 4].set(-100).at[:, 5].set(64)}
-    losses, grads = gradients(SGD)(params, batch)
-    losses_w, grads_w = gradients(SGD)(params, wild)
+    (losses, _), grads = gradients(SGD)(params, batch)
+    (losses_w, _), grads_w = gradients(SGD)(params, wild)
     assert_close({**losses_w, **grads_w}, {**losses, **grads}, 0.0)
 
 

@@ -11,8 +11,8 @@ from common import TINY, assert_close, change, fit, launch, make_mesh, random_ba
 from minitf import startup
 from minitf.model.transformer import model_params
 from minitf.params import named
-from minitf.sharding.devices import longest_line
-from minitf.sharding.mesh import MeshConfig, batch_sharding, mesh_sizes, surroundings
+from minitf.sharding.devices import longest_line, surroundings
+from minitf.sharding.mesh import MeshConfig, batch_sharding, mesh_sizes
 from minitf.sharding.rules import shardings
 from minitf.training import step
 
@@ -88,7 +88,7 @@ def by_hand(cfg, mesh, inner):
 
 def assert_same(found, expected, tolerance):
     """Losses, and each array of the gradient relative to its largest element."""
-    (losses, grads), (expected_losses, expected_grads) = found, expected
+    ((losses, _), grads), ((expected_losses, _), expected_grads) = found, expected
     for name, loss in expected_losses.items():
         assert losses[name] == pytest.approx(loss, rel=tolerance)
     largest = jax.tree.map(lambda e: np.abs(e).max(), expected_grads)
@@ -239,8 +239,8 @@ def test_factors_follow_from_the_torus(coords, n):
 
 def test_factors_change_no_place_of_a_shard():
     plain, factored = make_mesh("2x4x1"), make_mesh("2x4x1", MeshConfig(collectives="manual", fsdp_inner=2))
-    assert dict(factored.shape) == {"data": 2, "fsdp": 2, "fsdp_inner": 2, "tensor": 1}
-    assert mesh_sizes(factored) == mesh_sizes(plain) == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert dict(factored.shape) == {"data": 2, "fsdp": 2, "fsdp_inner": 2, "expert": 1, "tensor": 1}
+    assert mesh_sizes(factored) == mesh_sizes(plain) == {"data": 2, "fsdp": 4, "expert": 1, "tensor": 1}
     specs = model_params(TINY.model)
     same = lambda a, b, shape: a.devices_indices_map(shape) == b.devices_indices_map(shape)
     assert same(batch_sharding(plain), batch_sharding(factored), (8, 16))
@@ -249,7 +249,7 @@ def test_factors_change_no_place_of_a_shard():
         assert same(a, b, p.full_shape), name
     assert startup.parameter_table(specs, factored) == startup.parameter_table(specs, plain)
     text = startup.describe_mesh(MeshConfig(), factored)
-    assert text == "data=2, fsdp=4, tensor=1; fsdp as 2 x 2"
+    assert text == "data=2, fsdp=4, expert=1, tensor=1; fsdp as 2 x 2"
 
 
 def test_a_factor_that_does_not_divide_is_refused():

@@ -8,8 +8,9 @@ from common import TINY, assert_close, change, fit, jitted_step, make_mesh, rand
 from minitf.model.transformer import model_params
 from minitf.params import Param, init_params, named
 from minitf.sampling import unstacked
+from minitf.training.layout import abstract_state, state_shardings
 from minitf.training.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig, make_optimizer, make_schedule
-from minitf.training.state import abstract_state, init_state, state_shardings
+from minitf.training.state import init_state
 
 PEAK = OptimizerConfig(learning_rate=1.0, schedule="cosine")
 

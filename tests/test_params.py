@@ -11,7 +11,8 @@ from minitf import job as job_lib
 from minitf.model.transformer import model_params
 from minitf.params import Param, abstract_params, count_params, init_params, named, stacked
 from minitf.sampling import unstacked
-from minitf.sharding.mesh import MeshConfig, surroundings
+from minitf.sharding.devices import surroundings
+from minitf.sharding.mesh import MeshConfig
 
 pytestmark = pytest.mark.core
 

@@ -38,7 +38,16 @@ SEEN = {  # setting -> (row, value in its place: a factor, or what stands there)
     "model__positions": ("base", "none"),
     "model__norm": ("base", "rms_norm_offset"),
     "model__mlp__kind": ("gelu", "gelu_erf"),
-    "loss__z_loss": ("z_loss", MORE),  # slow: the whole step
+    "model__mlp__router": ("experts_weights", "softmax_of_chosen"),
+    "model__mlp__experts_per_token": ("experts", 3),
+    "model__mlp__normalise_weights": ("experts", False),
+    "model__mlp__router_scale": ("experts_weights", MORE),
+    "model__mlp__groups": ("experts_sigmoid", 4),
+    "model__mlp__groups_per_token": ("experts_sigmoid", 2),
+    # slow: the whole step
+    "loss__z_loss": ("z_loss", MORE),
+    "loss__balance": ("experts", MORE),
+    "loss__router_z": ("experts", MORE),
 }
 AGAIN = [  # with other rows
     ("model__norm_eps", "layer_norm", MORE),
@@ -53,29 +62,30 @@ AGAIN = [  # with other rows
 # They make another tree of parameters, or other shapes: a model that did not heed them could not run, or would have no gradient.
 SHAPES = {f"model__{n}" for n in ("num_layers", "dim", "vocab_size", "max_seq_len", "post_norms", "tie_embeddings")}
 SHAPES |= {f"model__attention__{n}" for n in ("num_heads", "num_kv_heads", "head_dim", "bias", "qk_norm")}
-SHAPES |= {"model__mlp__hidden", "model__mlp__bias"}
+SHAPES |= {f"model__mlp__{n}" for n in ("hidden", "bias", "experts", "shared", "dense_first", "every", "dense_hidden")}
+UPDATE = {"loss__bias_rate"}  # in no gradient: test_experts.py
 DROPOUT = {"model__dropout", "model__attention__dropout"}  # random, and off in the recipe
 
 
 def test_every_setting_of_the_model_is_seen_or_named_here():
     names = {f"model.{n}" for n in settings.flat(ModelConfig())} | {f"loss.{n}" for n in settings.flat(LossConfig())}
-    assert {n.replace(".", "__") for n in names} == set(SEEN) | SHAPES | DROPOUT | (set(HOW) - {"mesh", "accumulation"})
-
-
-@functools.cache
-def plain_logits(name):
-    cfg = departure(name)
-    if cfg.loss.z_loss is not None:
-        return parity.expected(cfg, steps=1).losses
-    return np.asarray(
-        jax.jit(lambda p, x: parity.reference.model(p, x, cfg.model))(
-            parity.start(cfg), parity.batch_for(cfg)["inputs"]
-        )
+    assert {n.replace(".", "__") for n in names} == set(SEEN) | SHAPES | UPDATE | DROPOUT | (
+        set(HOW) - {"mesh", "accumulation"}
     )
 
 
-def real_logits(cfg, params):
-    if cfg.loss.z_loss is not None:
+@functools.cache
+def plain_values(row, losses):
+    """Losses of one step, or logits."""
+    cfg = departure(row)
+    if losses:
+        return parity.expected(cfg, steps=1).losses
+    rows = parity.start(cfg), parity.batch_for(cfg)["inputs"]
+    return np.asarray(jax.jit(lambda p, x: parity.reference.model(p, x, cfg.model))(*rows))
+
+
+def real_values(cfg, losses, params):
+    if losses:
         return parity.actual(cfg, steps=1).losses
     return np.asarray(jax.jit(lambda p, x: transformer.model(p, x, cfg.model))(params, parity.batch_for(cfg)["inputs"]))
 
@@ -85,17 +95,20 @@ CASES = [(name, *case) for name, case in SEEN.items()] + AGAIN
 
 @pytest.mark.parametrize(
     ("name", "row", "value"),
-    [pytest.param(*case, marks=pytest.mark.slow) if case[0] == "loss__z_loss" else case for case in CASES],
+    [pytest.param(*case, marks=pytest.mark.slow) if case[0].startswith("loss__") else case for case in CASES],
 )
 def test_another_value_of_a_setting_is_seen(name, row, value):
     cfg = departure(row)
     before = setting(cfg, name)
     assert before is not None
     changed = change(cfg, **{name: before * value if value is MORE else value})
-    found = parity.difference(real_logits(changed, parity.start(cfg)), plain_logits(row))
+    losses = name.startswith("loss__")
+    found = parity.difference(real_values(changed, losses, parity.start(cfg)), plain_values(row, losses))
     assert 3 * parity.TOLERANCE < found < np.inf
     if row == "base":
-        assert parity.difference(real_logits(cfg, parity.start(cfg)), plain_logits(row)) < parity.TOLERANCE
+        assert (
+            parity.difference(real_values(cfg, losses, parity.start(cfg)), plain_values(row, losses)) < parity.TOLERANCE
+        )
 
 
 # ---- the command

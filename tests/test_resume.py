@@ -30,7 +30,8 @@ from minitf.runtime import watch
 from minitf.runtime.checkpoint import Checkpoints
 from minitf.runtime.log import json_lines
 from minitf.runtime.writer import MetricWriter
-from minitf.sharding.mesh import MeshConfig, surroundings
+from minitf.sharding.devices import surroundings
+from minitf.sharding.mesh import MeshConfig
 from minitf.workdir import begin, check_params, checkpoints_of, differences, load_model, resolve
 from tests.test_checkpoint import largest_file, truncate
 from tools import compare_runs

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import TINY, assert_close, change, fit, make_mesh, random_batch, random_params
+from common import TINY, assert_close, change, fit, make_mesh, random_batch, random_params, sizes_of_axes
 from jax.sharding import PartitionSpec as P
 
 from minitf import startup
 from minitf.model.transformer import model_params
 from minitf.params import Param
 from minitf.sharding.devices import make_mesh as mesh_of
-from minitf.sharding.devices import mesh_shape
-from minitf.sharding.mesh import AXES, MeshAxis, MeshConfig, batch_sharding, mesh_sizes, surroundings
+from minitf.sharding.devices import mesh_shape, surroundings
+from minitf.sharding.mesh import AXES, MeshAxis, MeshConfig, batch_sharding, mesh_sizes
 from minitf.sharding.rules import RULES, mesh_axes, shardings
 from minitf.sharding.seams import gather, pin
 from minitf.training import step as step_lib
@@ -28,13 +28,14 @@ pytestmark = pytest.mark.core
         (MeshConfig(), (1, 8, 1)),
         (MeshConfig(data=-1, fsdp=1), (8, 1, 1)),
         (MeshConfig(tensor=2), (1, 4, 2)),
-        (MeshConfig(2, 2, 2), (2, 2, 2)),
+        (MeshConfig(2, 2, 1, 2), (2, 2, 2)),
+        (MeshConfig(fsdp=2, expert=-1), (1, 2, 4, 1)),
         (MeshConfig(data=-1, fsdp=1, tensor=2), (4, 1, 2)),
     ],
 )
 def test_minus_one_fills_the_rest(cfg, shape):
-    assert mesh_shape(cfg, 8) == (shape, (1, 1, 1))
-    assert shape == tuple(mesh_sizes(mesh_of(cfg)).values())
+    assert [sizes_of_axes(sizes) for sizes in mesh_shape(cfg, 8)] == [sizes_of_axes(shape), sizes_of_axes((1, 1, 1))]
+    assert sizes_of_axes(shape) == mesh_sizes(mesh_of(cfg))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,10 @@ def test_a_mesh_that_does_not_fit_is_refused(cfg, words):
     ],
 )
 def test_axes_have_factors_inside_hosts_and_across(cfg, devices, hosts, inside, across):
-    assert mesh_shape(cfg, devices, hosts) == (inside, across)
+    assert [sizes_of_axes(sizes) for sizes in mesh_shape(cfg, devices, hosts)] == [
+        sizes_of_axes(inside),
+        sizes_of_axes(across),
+    ]
     assert np.prod(inside) * hosts == devices
     assert np.prod(across) == hosts
 
@@ -82,7 +86,7 @@ def test_axes_have_factors_inside_hosts_and_across(cfg, devices, hosts, inside, 
             MeshConfig(dcn_data=2),
             8,
             4,
-            "mesh.dcn_data=2, mesh.dcn_fsdp=1, mesh.dcn_tensor=1: the product is 2, .* 4 hosts",
+            "mesh.dcn_data=2, mesh.dcn_fsdp=1, mesh.dcn_expert=1, mesh.dcn_tensor=1: the product is 2, .* 4 hosts",
         ),
         (MeshConfig(dcn_data=-1, dcn_fsdp=-1), 8, 4, "at most one axis may be -1 .the hosts that the others leave"),
         (MeshConfig(dcn_data=-1, dcn_fsdp=3), 8, 4, "4 hosts are not divisible by 3"),
@@ -111,11 +115,11 @@ def test_hosts_lie_outermost_in_each_axis(monkeypatch):
     devices = [Device(i, slice_index=i % 2, process_index=i // 2) for i in range(16)]
     monkeypatch.setattr("minitf.sharding.devices.Mesh", lambda grid, axes, axis_types: grid)
     grid = mesh_of(MeshConfig(data=2, tensor=2), devices)
-    assert grid.shape == (2, 4, 1, 2)
+    assert grid.shape == (2, 4, 1, 1, 2)
     for host in (0, 1):
         assert {d.slice_index for d in grid[host].flat} == {host}
     grid = mesh_of(MeshConfig(dcn_fsdp=2, data=2, tensor=2), devices)
-    assert grid.shape == (2, 4, 1, 2)
+    assert grid.shape == (2, 4, 1, 1, 2)
     for host in (0, 1):
         assert {d.slice_index for d in grid[:, 2 * host : 2 * host + 2].flat} == {host}
 
@@ -159,8 +163,8 @@ def test_another_axis_is_a_line_in_each_table(monkeypatch):
     expected = jax.jit(step)(params, batch)
     monkeypatch.setitem(AXES, "dummy", MeshAxis("dummy"))
     monkeypatch.setitem(RULES, "mlp", ("tensor", "dummy"))
-    mesh = mesh_of(WithDummy(1, 2, 2))
-    assert mesh_sizes(mesh) == {"data": 1, "fsdp": 2, "tensor": 2, "dummy": 2}
+    mesh = mesh_of(WithDummy(fsdp=2, tensor=2))
+    assert mesh_sizes(mesh) == {"data": 1, "fsdp": 2, "expert": 1, "tensor": 2, "dummy": 2}
     specs = model_params(TINY.model)
     layout = shardings(specs, mesh)
     sharded, p = (tree["blocks"][0]["mlp"]["up"] for tree in (layout, specs))
@@ -185,7 +189,7 @@ def test_gather_makes_weights_whole_along_fsdp_only():
     w = jax.device_put(np.ones((16, 32), np.float32), shardings(spec, mesh))
     with jax.set_mesh(mesh):
         out = jax.jit(lambda w: gather(w, spec, "float32"))(w)
-    assert w.sharding.spec == P(("fsdp", "fsdp_inner"), ("tensor",))
+    assert w.sharding.spec == P(("fsdp", "fsdp_inner", "expert"), ("tensor",))
     assert out.sharding.shard_shape(out.shape) == (16, 16)
 
 

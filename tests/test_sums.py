@@ -11,7 +11,8 @@ from common import TINY, change, make_mesh, random_params
 
 from minitf.model.transformer import model_params
 from minitf.params import named
-from minitf.sharding.mesh import batch_sharding, surroundings
+from minitf.sharding.devices import surroundings
+from minitf.sharding.mesh import batch_sharding
 from minitf.sharding.rules import shardings
 from minitf.training import step
 

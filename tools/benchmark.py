@@ -45,7 +45,7 @@ from minitf.runtime import memory as memory_lib
 from minitf.runtime.checkpoint import CheckpointConfig, Checkpoints
 from minitf.runtime.devices import listed_flops, peak_flops
 from minitf.runtime.terminal import columns, human
-from minitf.sharding.mesh import surroundings
+from minitf.sharding.devices import surroundings
 from minitf.training.state import TrainState
 from minitf.training.step import Batch
 from minitf.workdir import resolve

@@ -34,13 +34,14 @@ from minitf.config import Config
 from minitf.data.datasets import DataConfig
 from minitf.model import attention, kernels, reference
 from minitf.model.attention import AttentionConfig
+from minitf.model.grouped import GROUPED
 from minitf.model.kernels import IMPLEMENTATIONS
 from minitf.model.mlp import MlpConfig
 from minitf.model.remat import REMAT
 from minitf.model.transformer import ModelConfig, model, model_params
-from minitf.params import SCHEMES, Param, init_params, named, ones, tree_map
-from minitf.sharding.devices import compute_capability, make_mesh
-from minitf.sharding.mesh import MeshConfig, batch_sharding, mesh_settings, surroundings
+from minitf.params import SCHEMES, UNROUNDED, Param, init_params, named, ones, tree_map
+from minitf.sharding.devices import compute_capability, make_mesh, surroundings
+from minitf.sharding.mesh import MeshConfig, batch_sharding, mesh_settings
 from minitf.sharding.rules import shardings
 from minitf.tables import did_you_mean
 from minitf.training import step as step_lib
@@ -66,7 +67,7 @@ RECIPE = Config(
     batch_size=8,
     seq_len=16,
     data=DataConfig(kind="synthetic"),
-    mesh=MeshConfig(data=1, fsdp=1, tensor=1),
+    mesh=MeshConfig(fsdp=1),
     model=ModelConfig(
         num_layers=2,
         dim=16,
@@ -78,6 +79,14 @@ RECIPE = Config(
     ),
 )
 WINDOW = dict(model__attention__window=5)
+
+
+def mixture(router: str, **settings: Any) -> dict[str, Any]:
+    """A mixture of four experts with losses of balance so large that they show."""
+    of_mlp = dict(router=router, experts=4) | settings
+    return dict(loss__balance=0.1, loss__router_z=0.05) | {f"model__mlp__{n}": v for n, v in of_mlp.items()}
+
+
 DEPARTURES = {  # changes of the model
     "base": {},
     "sliding": dict(model__attention__kind="sliding", **WINDOW),
@@ -113,6 +122,16 @@ DEPARTURES = {  # changes of the model
     "logit_softcap": dict(model__logit_softcap=3.0),
     "z_loss": dict(loss__z_loss=0.1),
     "documents": dict(data__isolate_documents=True),
+    "experts": mixture("softmax"),
+    "experts_weights": mixture("softmax", normalise_weights=False, router_scale=2.5),
+    "experts_of_chosen": mixture("softmax_of_chosen", experts_per_token=3),
+    "experts_sigmoid": mixture("sigmoid", groups=2, experts_per_token=1),
+    "experts_shared": mixture("sigmoid", shared=2, groups=4, groups_per_token=2),
+    "experts_dense_first": mixture("softmax", dense_first=1, dense_hidden=64) | dict(model__num_layers=3),
+    # Dense layers before, then two periods of two attention kinds by two layers, and a layer left over.
+    "experts_every": mixture("softmax", every=2, dense_first=1, shared=1)
+    | dict(model__num_layers=6, model__pattern=("full", "sliding"), **WINDOW),
+    "experts_documents": mixture("sigmoid", kind="geglu") | dict(data__isolate_documents=True),
 }
 # Initial parameters by a scheme, where scales are 1 and biases 0; all other rows start from noise.
 INITIAL = {f"init_{name}": dict(model__init=name) for name in SCHEMES}
@@ -130,10 +149,21 @@ SHAPES = {
 }
 MESHES = {"data8": (8, 1, 1), "fsdp8": (1, 8, 1), "2x2x2": (2, 2, 2), "1x2x4": (1, 2, 4)}  # data, fsdp, tensor
 MANUAL = {"data8": (8, 1, 1), "fsdp8": (1, 8, 1), "2x4": (2, 4, 1), "fsdp2": (1, 2, 1)}
+EXPERT_MESHES = {
+    "expert4": (1, 2, 4, 1),
+    "expert2": (2, 1, 2, 2),
+    "1x2x2x2": (1, 2, 2, 2),
+}  # data, fsdp, expert, tensor
 
 
-def on(sizes: tuple[int, int, int], **settings: Any) -> dict[str, Any]:
-    return dict(mesh=MeshConfig(*sizes, **settings))
+def on(sizes: tuple[int, ...], **settings: Any) -> dict[str, Any]:
+    """A mesh of (data, fsdp, tensor) or (data, fsdp, expert, tensor)."""
+    return dict(mesh=MeshConfig(**sizes_of_axes(sizes), **settings))
+
+
+def sizes_of_axes(sizes: tuple[int, ...]) -> dict[str, int]:
+    axes = [a for a in mesh_settings() if a != "expert" or len(sizes) == len(mesh_settings())]
+    return dict.fromkeys(mesh_settings(), 1) | dict(zip(axes, sizes, strict=True))
 
 
 WAYS = {  # other ways to compute the same model
@@ -148,6 +178,10 @@ WAYS = {  # other ways to compute the same model
     "loss_passes": dict(loss__chunk=6, loss__passes=2),
     **{f"mesh_{name}": on(sizes) for name, sizes in MESHES.items()},
     **{f"manual_{name}": on(sizes, collectives="manual") for name, sizes in MANUAL.items()},
+    **{f"mesh_{name}": on(sizes) | mixture("sigmoid") for name, sizes in EXPERT_MESHES.items()},
+    "manual_expert": on((1, 2, 4, 1), collectives="manual") | mixture("softmax"),
+    "accumulation_experts": dict(accumulation=2) | mixture("softmax"),
+    **{f"grouped_{n}": mixture("softmax", grouped=n) for n in GROUPED if n != "megablox"},
     "manual_fsdp_inner": on((1, 8, 1), collectives="manual", fsdp_inner=2),
     **{name: dict(model__dtype=name) for name in ("bfloat16", "float16")},
 }
@@ -165,7 +199,9 @@ HOW = (
     "model__attention__implementation",
     "model__attention__block_q",
     "model__attention__block_kv",
+    "model__mlp__grouped",
 )
+OTHER_LOSSES = {"z_loss": "z_loss", "balance": "balance_loss", "router_z": "router_z_loss"}  # setting -> metric
 
 
 def setting(cfg: Any, name: str) -> Any:
@@ -245,11 +281,12 @@ def plain(cfg: Config, initial: bool, steps: int, rounded: str) -> Values:
     specs = model_params(cfg.model)
 
     def weights(params: Any) -> Any:
-        keep = lambda spec, w: w if spec.kind in ("scale", "bias") else w.astype(rounded).astype(w.dtype)
+        keep = lambda spec, w: w if spec.kind in UNROUNDED else w.astype(rounded).astype(w.dtype)
         return tree_map(keep, specs, params)
 
     def step(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
-        return jax.value_and_grad(reference.loss_fn)(weights(params), batch, cfg.model, cfg.loss.z_loss)
+        others = {name: getattr(cfg.loss, name) for name in OTHER_LOSSES}
+        return jax.value_and_grad(functools.partial(reference.loss_fn, **others))(weights(params), batch, cfg.model)
 
     def run(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
         rows = batch["inputs"], cfg.model, batch.get("positions"), batch.get("segments")
@@ -274,8 +311,9 @@ def actual(cfg: Config, initial: bool = False, steps: int = STEPS) -> Values:
     mesh = make_mesh(cfg.mesh, jax.devices()[: devices_of(cfg)])
 
     def step(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
-        losses, grads = step_lib.gradients(params, batch, jnp.int32(0), cfg)
-        return losses["loss"] + (cfg.loss.z_loss or 0) * losses.get("z_loss", 0), grads
+        (losses, _), grads = step_lib.gradients(params, batch, jnp.int32(0), cfg)
+        others = [(getattr(cfg.loss, name) or 0) * losses.get(metric, 0) for name, metric in OTHER_LOSSES.items()]
+        return losses["loss"] + sum(others), grads
 
     def run(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
         documents = dict(positions=batch.get("positions"), segments=batch.get("segments"))

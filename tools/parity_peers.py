@@ -23,8 +23,8 @@ from minitf.huggingface.folder import Stored, read_tensor, tensors_of
 from minitf.model.transformer import model as logits_of
 from minitf.model.transformer import model_params
 from minitf.params import named, tree_map
-from minitf.sharding.devices import make_mesh
-from minitf.sharding.mesh import MeshConfig, surroundings
+from minitf.sharding.devices import make_mesh, surroundings
+from minitf.sharding.mesh import MeshConfig
 from minitf.training import step as step_lib
 from minitf.training.optimizer import make_optimizer, make_schedule
 from minitf.training.state import TrainState

@@ -1,4 +1,4 @@
-"""Chooses the attention kernel, once and before tracing, from the devices and the requirements of the rows."""
+"""Chooses the kernels of attention and of a mixture's products, once and before tracing, from devices and requirements of rows."""
 
 import dataclasses
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from minitf.model.attention import sizes
+from minitf.model.grouped import BEST, GROUPED
 from minitf.model.kernels import AUTO, IMPLEMENTATIONS, Needs, refusal
 from minitf.model.transformer import ModelConfig
 from minitf.sharding.devices import compute_capability, platform_of
@@ -50,12 +51,30 @@ def kernel_for(cfg: ModelConfig, mesh: Mesh, length: int, **asked: Any) -> str:
     return choose(cfg.attention.implementation, platform_of(mesh), needs_of(cfg, mesh, length, **asked))
 
 
-def with_kernel(cfg: ModelConfig, implementation: str) -> ModelConfig:
-    return dataclasses.replace(cfg, attention=dataclasses.replace(cfg.attention, implementation=implementation))
+def grouped_for(cfg: ModelConfig, mesh: Mesh) -> str:
+    """How a mixture's products are computed on this mesh. Raises ValueError if the config names a way that its devices lack."""
+    name, platform = cfg.mlp.grouped, platform_of(mesh)
+    if name == "auto":
+        return BEST[platform]
+    if platform not in (known := GROUPED[name].platforms):
+        can = [n for n, kind in GROUPED.items() if platform in kind.platforms]
+        raise ValueError(
+            f"model.mlp.grouped={name}: it runs on {' and '.join(known)}, this is {platform}; these can: {', '.join(['auto', *can])}"
+        )
+    return name
 
 
-def with_best_kernel(cfg: ModelConfig, mesh: Mesh, length: int, **asked: Any) -> ModelConfig:
-    """The model config with the first kernel that can compute these rows, which differ from those of training: the kernel named for
+def with_kernels(cfg: ModelConfig, implementation: str, grouped: str) -> ModelConfig:
+    attention, mlp = cfg.attention, cfg.mlp
+    return dataclasses.replace(
+        cfg,
+        attention=dataclasses.replace(attention, implementation=implementation),
+        mlp=dataclasses.replace(mlp, grouped=grouped),
+    )
+
+
+def with_best_kernels(cfg: ModelConfig, mesh: Mesh, length: int, **asked: Any) -> ModelConfig:
+    """The model config with the first kernels that can compute these rows, which differ from those of training: the kernels named for
     training may not support them. Keywords as in `needs_of`."""
-    open_cfg = with_kernel(cfg, "auto")
-    return with_kernel(cfg, kernel_for(open_cfg, mesh, length, **asked))
+    open_cfg = with_kernels(cfg, "auto", "auto")
+    return with_kernels(cfg, kernel_for(open_cfg, mesh, length, **asked), grouped_for(open_cfg, mesh))

@@ -26,6 +26,20 @@ class LossConfig:
         above=0,
         may_change=True,
     )
+    # Means over a mixture's layers. Their tokens' weights are known before the forward pass, so that neither mesh nor accumulation nor
+    # padding changes them.
+    balance: float | None = setting(
+        None,
+        "weight of a mixture's balance loss of each sequence (arXiv:2412.19437); None: 0",
+        above=0,
+        may_change=True,
+    )
+    router_z: float | None = setting(
+        None, "weight of the routers' mean squared log-partition (arXiv:2202.08906); None: 0", above=0, may_change=True
+    )
+    bias_rate: float = setting(
+        1e-3, "step of the bias that balances a sigmoid router (arXiv:2408.15664)", at_least=0, may_change=True
+    )
     # Each chunk reads and writes the head's whole gradient in float32.
     chunk: int | None = setting(256, "positions whose logits exist at once; None: all", at_least=1, may_change=True)
     # Only one part at a time is in float32: the whole would be the largest array of a model with a large vocabulary.

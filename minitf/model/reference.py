@@ -108,6 +108,8 @@ def causal_self_attention(params, x, cfg, kind, positions, segments):
 
 
 def mlp(params, x, cfg):
+    """The feed-forward layer of these parameters, for the settings of a model."""
+
     def product(name, x):
         y = linear(params[name], x)
         return y + params[name + "_bias"] if cfg.mlp.bias else y
@@ -131,13 +133,57 @@ def mlp(params, x, cfg):
     return product("down", h)
 
 
-def block(params, x, cfg, kind, positions, segments):
+def shares(logits, bias, m):
+    """[B, T, E]: with which weight a token uses each expert, 0 where it does not; and probabilities for the balance loss."""
+    E = logits.shape[-1]
+    if m.router == "sigmoid":
+        scores = 1 / (1 + jnp.exp(-logits))
+        choice = scores + bias
+        of_group = [choice[..., g * E // m.groups : (g + 1) * E // m.groups] for g in range(m.groups)]
+        best_two = jnp.stack([jnp.sort(c, axis=-1)[..., -2:].sum(-1) for c in of_group], axis=-1)
+        allowed = ranks(best_two) < m.groups_per_token
+        choice = jnp.where(jnp.repeat(allowed, E // m.groups, axis=-1), choice, -jnp.inf)
+        probabilities = scores / scores.sum(-1, keepdims=True)
+    else:
+        choice = logits
+        scores = probabilities = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
+    weights = jnp.where(ranks(choice) < m.experts_per_token, scores, 0)
+    if m.router == "softmax_of_chosen" or m.normalise_weights:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return weights * m.router_scale, probabilities
+
+
+def ranks(x):
+    """How many entries of the last dimension are larger than each, or equal and before it."""
+    E = x.shape[-1]
+    ahead = [[x[..., j] >= x[..., i] if j < i else x[..., j] > x[..., i] for j in range(E) if j != i] for i in range(E)]
+    return jnp.stack([sum((a.astype(int) for a in row), jnp.zeros(x.shape[:-1], int)) for row in ahead], axis=-1)
+
+
+def moe(params, x, cfg):
+    """Every expert on every token, times its weight; and what the losses of balance need."""
+    logits = linear(params["router"], x)
+    weights, probabilities = shares(logits, params.get("router_bias"), cfg.mlp)
+    y = jnp.zeros_like(x)
+    for e in range(cfg.mlp.experts):
+        y = y + weights[..., e : e + 1] * mlp(one_layer(params["experts"], e), x, cfg)
+    if cfg.mlp.shared:
+        y = y + mlp(params["shared"], x, cfg)
+    return y, (logits, weights > 0, probabilities)
+
+
+def block(params, x, cfg, kind, positions, segments, routed):
     y = norm(params["attention_norm"], x, cfg)
     y = causal_self_attention(params["attention"], y, cfg, kind, positions, segments)
     if cfg.post_norms:
         y = norm(params["attention_post_norm"], y, cfg)
     x = x + y
-    y = mlp(params["mlp"], norm(params["mlp_norm"], x, cfg), cfg)
+    y = norm(params["mlp_norm"], x, cfg)
+    if "router" in params["mlp"]:
+        y, found = moe(params["mlp"], y, cfg)
+        routed.append(found)
+    else:
+        y = mlp(params["mlp"], y, cfg)
     if cfg.post_norms:
         y = norm(params["mlp_post_norm"], y, cfg)
     return x + y
@@ -147,8 +193,19 @@ def one_layer(stack, i):
     return jax.tree.map(lambda a: a[i], stack)
 
 
-def model(params, token_ids, cfg, positions=None, segments=None):
-    """float32 logits [B, T, V]."""
+def layers_of(params, cfg):
+    """The parameters of each layer. Dense layers before a mixture, if any, are stacked apart from those that follow."""
+    kinds = 1 if cfg.pattern is None else len(cfg.pattern)
+    routed = cfg.mlp.router != "none"
+    first = min(cfg.mlp.dense_first, cfg.num_layers) if routed else 0
+    period = math.lcm(kinds, cfg.mlp.every) if routed else kinds
+    before = [one_layer(params["blocks"][i % kinds], i // kinds) for i in range(first)]
+    stacks = params["blocks"][min(first, kinds) :]
+    return before + [one_layer(stacks[i % period], i // period) for i in range(cfg.num_layers - first)]
+
+
+def model(params, token_ids, cfg, positions=None, segments=None, routed=None):
+    """float32 logits [B, T, V]; routed: a list to which each mixture adds (logits, used, probabilities), [B, T, E]."""
     B, T = token_ids.shape
     if positions is None:
         positions = jnp.stack([jnp.arange(T)] * B)
@@ -159,9 +216,9 @@ def model(params, token_ids, cfg, positions=None, segments=None):
         x = x + params["position_embedding"][positions]
 
     period = cfg.pattern if cfg.pattern is not None else (cfg.attention.kind,)
-    for i in range(cfg.num_layers):
-        place = i % len(period)
-        x = block(one_layer(params["blocks"][place], i // len(period)), x, cfg, period[place], positions, segments)
+    routed = [] if routed is None else routed
+    for i, layer in enumerate(layers_of(params, cfg)):
+        x = block(layer, x, cfg, period[i % len(period)], positions, segments, routed)
 
     x = norm(params["final_norm"], x, cfg)
     logits = linear(params["embedding"].T if cfg.tie_embeddings else params["head"], x)
@@ -175,16 +232,39 @@ def cross_entropy(logits, targets, weights):
     return -(chosen * weights).sum() / weights.sum()
 
 
-def loss_fn(params, batch, cfg, z_loss=None):
-    logits = model(params, batch["inputs"], cfg, batch.get("positions"), batch.get("segments"))
-    loss = cross_entropy(logits, batch["targets"], batch["weights"])
+def balance_loss(used, probabilities, weights, segments, cfg):
+    """Mean over sequences, by their weight, of the experts' shares of use times their mean probability; 1 if equal."""
+    total, E = 0.0, used.shape[-1]
+    if segments is None:
+        segments = jnp.zeros(weights.shape, int)
+    for s in range(weights.shape[1]):  # no row has more sequences than tokens
+        w = jnp.where(segments == s, weights, 0)
+        counted = (w > 0)[..., None]
+        f = (used & counted).sum(1) * E / (cfg.mlp.experts_per_token * jnp.maximum(counted.sum(1), 1))
+        P = (probabilities * w[..., None]).sum(1)
+        total = total + (f * P).sum()
+    return total / weights.sum()
+
+
+def loss_fn(params, batch, cfg, z_loss=None, balance=None, router_z=None):
+    """Loss of next tokens, plus the others by their weights; None: not computed."""
+    routed = []
+    logits = model(params, batch["inputs"], cfg, batch.get("positions"), batch.get("segments"), routed)
+    weights = batch["weights"]
+    mean_square = lambda logits: (jnp.log(jnp.exp(logits).sum(-1)) ** 2 * weights).sum() / weights.sum()
+    loss = cross_entropy(logits, batch["targets"], weights)
     if z_loss is not None:
-        log_partition = jnp.log(jnp.exp(logits).sum(-1))
-        loss = loss + z_loss * (log_partition**2 * batch["weights"]).sum() / batch["weights"].sum()
+        loss = loss + z_loss * mean_square(logits)
+    for scores, used, probabilities in routed:
+        if balance is not None:
+            uneven = balance_loss(used, probabilities, weights, batch.get("segments"), cfg)
+            loss = loss + balance * uneven / len(routed)
+        if router_z is not None:
+            loss = loss + router_z * mean_square(scores) / len(routed)
     return loss
 
 
-def sgd_step(params, batch, cfg, learning_rate, z_loss=None):
+def sgd_step(params, batch, cfg, learning_rate, **losses):
     """(parameters after one step of plain SGD, loss before it, gradients)."""
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch, cfg, z_loss)
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch, cfg, **losses)
     return jax.tree.map(lambda p, g: p - learning_rate * g, params, grads), loss, grads

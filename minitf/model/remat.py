@@ -6,7 +6,11 @@ from typing import NamedTuple
 import jax
 
 policies = jax.checkpoint_policies
-kept = policies.save_only_these_names
+
+
+def kept(*names: str) -> Callable:
+    """Saves values of these names, and what routers chose: another program could choose otherwise between nearly equal scores."""
+    return policies.save_only_these_names("router", *names)
 
 
 class Remat(NamedTuple):
@@ -22,8 +26,11 @@ REMAT = {  # every policy saves a block's input
         "all but the products with weights and attention's result",
         kept("q", "k", "v", "context", "o", "attention_out", "gate", "up", "down", "dropout"),
     ),
-    "full": Remat("all", policies.nothing_saveable),
-    "dots": Remat("all but the products with weights", policies.dots_with_no_batch_dims_saveable),
+    "full": Remat("all", kept()),
+    "dots": Remat(
+        "all but the products with weights",
+        policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, kept()),
+    ),
     "context": Remat("all but attention's result", kept("context")),
     "qkv_context": Remat("all but attention's operands and result", kept("q", "k", "v", "context")),
     "minimal": Remat(
@@ -33,7 +40,7 @@ REMAT = {  # every policy saves a block's input
     "offload": Remat(
         "as qkv_context, but what is saved, a block's input too, lies in host memory",
         policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=["router"],
             names_which_can_be_offloaded=["layer_in", "q", "k", "v", "context"],
             offload_src="device",
             offload_dst="pinned_host",

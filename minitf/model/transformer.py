@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,14 +13,14 @@ from jax.ad_checkpoint import checkpoint_name
 from minitf.model.attention import (
     ATTENTION,
     AttentionConfig,
-    AttentionKind,
     Context,
     LayerCache,
     Stacks,
     attention,
     sizes,
 )
-from minitf.model.mlp import MLP, Aux, MlpConfig
+from minitf.model.experts import Aux, Tokens, mlp, mlp_params
+from minitf.model.mlp import MlpConfig
 from minitf.model.ops import (
     check_rate,
     dropout,
@@ -161,19 +162,42 @@ def pattern(cfg: ModelConfig) -> tuple[str, ...]:
     return cfg.pattern or (cfg.attention.kind,)
 
 
-def layers_at(cfg: ModelConfig, place: int) -> int:
-    """Number of layers at this position in the pattern."""
-    period = len(pattern(cfg))
-    return (cfg.num_layers - place + period - 1) // period
+class Place(NamedTuple):
+    """A stack of equal layers."""
+
+    layers: range  # their numbers in the model
+    attention: str
+    mlp: MlpConfig
 
 
-def block_params(cfg: ModelConfig, kind: str) -> dict[str, Any]:
+def sections(cfg: ModelConfig) -> tuple[tuple[Place, ...], ...]:
+    """The places of each run of layers that repeats: dense layers before a mixture, if any, then all others. Layers follow one another
+    place by place, then period by period."""
+    kinds, m = pattern(cfg), cfg.mlp
+    dense = dataclasses.replace(m, router="none", hidden=m.dense_hidden or m.hidden)
+    begin = min(m.dense_first, cfg.num_layers)
+    runs = ((0, begin, len(kinds)), (begin, cfg.num_layers, math.lcm(len(kinds), m.every)))
+
+    def place(layer: int, end: int, period: int) -> Place:
+        mixed = layer >= begin and (layer + 1) % m.every == 0
+        return Place(range(layer, end, period), kinds[layer % len(kinds)], m if mixed else dense)
+
+    found = (tuple(place(i, end, n) for i in range(first, min(first + n, end))) for first, end, n in runs)
+    return tuple(section for section in found if section)
+
+
+def places(cfg: ModelConfig) -> tuple[Place, ...]:
+    """All places, in the order of params["blocks"]."""
+    return tuple(place for section in sections(cfg) for place in section)
+
+
+def block_params(cfg: ModelConfig, place: Place) -> dict[str, Any]:
     norm = NORMS[cfg.norm].params
     specs = dict(
         attention_norm=norm(cfg.dim),
-        attention=ATTENTION[kind].params(cfg.attention, cfg.dim),
+        attention=ATTENTION[place.attention].params(cfg.attention, cfg.dim),
         mlp_norm=norm(cfg.dim),
-        mlp=MLP[cfg.mlp.kind].params(cfg.mlp, cfg.dim),
+        mlp=mlp_params(place.mlp, cfg.dim),
     )
     if cfg.post_norms:
         specs |= dict(attention_post_norm=norm(cfg.dim), mlp_post_norm=norm(cfg.dim))
@@ -181,15 +205,11 @@ def block_params(cfg: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def model_params(cfg: ModelConfig) -> dict[str, Any]:
-    """Declarations of the whole model; `blocks` holds one stack of layers per position in the pattern."""
+    """Declarations of the whole model; `blocks` holds one stack of layers per place."""
     specs = dict(
         embedding=Param((cfg.vocab_size, cfg.dim), ("vocab", "embed"), "embedding"),
         **POSITIONS[cfg.positions].params(cfg),
-        blocks=tuple(
-            stacked(block_params(cfg, kind), layers_at(cfg, i))
-            for i, kind in enumerate(pattern(cfg))
-            if layers_at(cfg, i)
-        ),
+        blocks=tuple(stacked(block_params(cfg, place), len(place.layers)) for place in places(cfg)),
         final_norm=NORMS[cfg.norm].params(cfg.dim),
     )
     if not cfg.tie_embeddings:
@@ -211,10 +231,10 @@ def drop(x: jax.Array, keys_B: jax.Array | None, site: int, rate: float) -> jax.
 
 
 def block(
-    params: Any, x: jax.Array, cfg: ModelConfig, kind: AttentionKind, ctx: Context
+    params: Any, x: jax.Array, cfg: ModelConfig, place: Place, ctx: Context, tokens: Tokens | None = None
 ) -> tuple[jax.Array, Stacks, Aux]:
-    """x + attention(norm(x)), then x + mlp(norm(x)), [B, S, D] -> [B, S, D]; the updated cache stacks; and auxiliary sums.
-    With post_norms the outputs of attention and MLP are normalised before they are added."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), [B, S, D] -> [B, S, D]; the updated cache stacks; and a mixture's sums over
+    tokens. With post_norms the outputs of attention and MLP are normalised before they are added."""
 
     def norm(name: str, x: jax.Array) -> jax.Array:
         return NORMS[cfg.norm].apply(params[name], x, cfg.norm_eps)
@@ -224,9 +244,11 @@ def block(
 
     keys = ctx.dropout_keys_B
     inner = ctx._replace(dropout_keys_B=fold(keys, ATTENTION_WEIGHTS))
-    y, stacks = attention(params["attention"], norm("attention_norm", x), cfg.attention, inner, kind)
+    y, stacks = attention(
+        params["attention"], norm("attention_norm", x), cfg.attention, inner, ATTENTION[place.attention]
+    )
     x = checkpoint_name(x + drop(post("attention_post_norm", y), keys, ATTENTION_OUT, cfg.dropout), "attention_out")
-    y, aux = MLP[cfg.mlp.kind].apply(params["mlp"], norm("mlp_norm", x), cfg.mlp)
+    y, aux = mlp(params["mlp"], norm("mlp_norm", x), place.mlp, tokens)
     return x + drop(post("mlp_post_norm", y), keys, MLP_OUT, cfg.dropout), stacks, aux
 
 
@@ -243,7 +265,7 @@ def embed(params: Any, tokens_BS: jax.Array, positions_BS: jax.Array, cfg: Model
 class Cache(NamedTuple):
     """Keys and values of the tokens so far. Rows of different lengths are left-padded, so that they end together."""
 
-    stacks: tuple[Stacks, ...]  # one per position in the pattern, [layers, B, T, G, K]
+    stacks: tuple[Stacks, ...]  # one per place, [layers, B, T, G, K]
     now: jax.Array  # int32 [], time of the next token
     first_B: jax.Array  # int32 [B], time of each row's first token
 
@@ -252,18 +274,18 @@ def new_cache(cfg: ModelConfig, first_B: jax.Array, length: int) -> Cache:
     """An empty cache for rows of at most `length` tokens, padding included; sliding layers store only their window."""
     _, G, K = sizes(cfg.attention, cfg.dim)
 
-    def empty(place: int, kind: str) -> Stacks:
-        T = min(ATTENTION[kind].window(cfg.attention) or length, length)
-        shape = (layers_at(cfg, place), len(first_B), T, G, K)
+    def empty(place: Place) -> Stacks:
+        T = min(ATTENTION[place.attention].window(cfg.attention) or length, length)
+        shape = (len(place.layers), len(first_B), T, G, K)
         return tuple(pin_cache(jnp.zeros(shape, cfg.dtype)) for _ in "kv")
 
-    return Cache(tuple(empty(i, kind) for i, kind in enumerate(pattern(cfg))), jnp.int32(0), first_B)
+    return Cache(tuple(map(empty, places(cfg))), jnp.int32(0), first_B)
 
 
 class Hidden(NamedTuple):
     x_BSD: jax.Array  # activations after the final norm in cfg.dtype, the input of `logits` and of the loss
     cache: Cache | None  # updated with these tokens
-    aux: Aux  # summed over the layers
+    aux: tuple[Aux, ...]  # `balance_sums` of the layers [layers, B, ...] of each place; {} for places without a mixture
 
 
 def hidden(
@@ -275,12 +297,14 @@ def hidden(
     segments: jax.Array | None = None,
     dropout_keys: jax.Array | None = None,
     cache: Cache | None = None,
+    weights: jax.Array | None = None,
 ) -> Hidden:
     """The forward pass up to the final norm.
 
     positions: [B, S]; None: 0, 1, 2, ... segments: [B, S], tokens see only tokens of an equal number. dropout_keys: [B], one key
     per row (already folded with seed, step and row); None: no dropout. cache: keys and values of the preceding tokens; tokens_BS
     then holds the first tokens of all rows (new cache) or one token per row, and positions and segments follow from the cache.
+    weights: float32 [B, S], of the tokens in the loss, over which `aux` is summed; None: no sums.
     """
     S = tokens_BS.shape[1]
     if cache is not None:
@@ -296,44 +320,45 @@ def hidden(
     x = embed(params, tokens_BS, positions, cfg)
     x = pin(drop(x, fold(dropout_keys, cfg.num_layers), EMBEDDING, cfg.dropout))
 
-    kinds = pattern(cfg)
-    specs = [block_params(cfg, kind) for kind in kinds]
+    tokens = None if weights is None else Tokens(weights, segments)
 
-    def layer(
-        place: int, x: jax.Array, stacks: Stacks, period: jax.Array, layer_params: Any
-    ) -> tuple[jax.Array, Stacks, Aux]:
-        layer_params, x = gather(layer_params, specs[place], cfg.dtype), checkpoint_name(x, "layer_in")
-        keys = fold(dropout_keys, period * len(kinds) + place)
+    def layer(place: Place, x: jax.Array, stacks: Stacks, period: jax.Array, layer_params: Any) -> Any:
+        layer_params, x = gather(layer_params, block_params(cfg, place), cfg.dtype), checkpoint_name(x, "layer_in")
+        keys = fold(dropout_keys, place.layers.start + period * place.layers.step)
         ctx = Context(rope, segments, keys, cfg.dropout)
         if cache is not None:
             ctx = ctx._replace(cache=LayerCache(*stacks, period, cache.now, cache.first_B))
-        x, stacks, aux = block(layer_params, x, cfg, ATTENTION[kinds[place]], ctx)
+        x, stacks, aux = block(layer_params, x, cfg, place, ctx, tokens)
         return pin(x), stacks, aux
 
-    layers = [rematerialised(functools.partial(layer, place), cfg.remat) for place in range(len(kinds))]
-
-    # Without a cache the carry holds empty tuples in its place, so that one scan body serves both cases.
-    def body(carry: tuple[jax.Array, list[Stacks], Aux], scanned: tuple[jax.Array, tuple]) -> tuple[tuple, None]:
-        (x, stacks, total), (period, places) = carry, scanned
+    def body(layers: list[Callable], carry: Any, scanned: tuple[jax.Array, tuple]) -> tuple[tuple, tuple[Aux, ...]]:
+        (x, stacks), (period, blocks), sums = carry, scanned, []
         stacks = list(stacks)
-        for place, layer_params in enumerate(places):
-            x, stacks[place], aux = layers[place](x, stacks[place], period, layer_params)
-            total = {name: total[name] + value for name, value in aux.items()}
-        return (x, stacks, total), None
+        for i, layer_params in enumerate(blocks):
+            x, stacks[i], aux = layers[i](x, stacks[i], period, layer_params)
+            sums.append(aux)
+        return (x, stacks), tuple(sums)
 
-    # Whole periods first; the layers left over are one shorter period.
-    whole, rest = divmod(cfg.num_layers, len(kinds))
-    blocks = params["blocks"]
-    no_aux = {name: jnp.zeros(len(x)) for name in MLP[cfg.mlp.kind].aux}
-    carry = (x, [()] * len(kinds) if cache is None else list(cache.stacks), no_aux)
-    if whole:
-        stacked_params = blocks if not rest else jax.tree.map(lambda a: a[:whole], blocks)
-        carry, _ = jax.lax.scan(body, carry, (jnp.arange(whole), stacked_params), unroll=min(cfg.unroll, whole))
-    if rest:
-        carry, _ = body(carry, (jnp.int32(whole), jax.tree.map(lambda a: a[whole], blocks[:rest])))
-    x, stacks, aux = carry
+    all_stacks, all_aux = [], []
+    for section in sections(cfg):
+        # Without a cache the carry holds empty tuples in its place, so that one scan body serves both cases.
+        first, n = len(all_stacks), len(section)
+        stacks = [()] * n if cache is None else list(cache.stacks[first : first + n])
+        periods = functools.partial(body, [rematerialised(functools.partial(layer, p), cfg.remat) for p in section])
+        # Whole periods first; the layers left over are one shorter period.
+        whole, blocks = len(section[-1].layers), params["blocks"][first : first + n]
+        rest = sum(len(place.layers) > whole for place in section)
+        scanned = jnp.arange(whole), blocks if not rest else jax.tree.map(lambda a: a[:whole], blocks)  # noqa: B023
+        (x, stacks), aux = jax.lax.scan(periods, (x, stacks), scanned, unroll=min(cfg.unroll, whole))
+        if rest:
+            left_over = jax.tree.map(lambda a: a[whole], blocks[:rest])  # noqa: B023
+            (x, stacks), last = periods((x, stacks), (jnp.int32(whole), left_over))
+            joined = jax.tree.map(lambda many, one: jnp.concatenate([many, one[None]]), aux[:rest], last)
+            aux = joined + aux[rest:]
+        all_stacks, all_aux = all_stacks + stacks, [*all_aux, *aux]
     x = NORMS[cfg.norm].apply(params["final_norm"], x, cfg.norm_eps)
-    return Hidden(x, None if cache is None else Cache(tuple(stacks), cache.now + S, cache.first_B), aux)
+    new = None if cache is None else Cache(tuple(all_stacks), cache.now + S, cache.first_B)
+    return Hidden(x, new, tuple(all_aux))
 
 
 def head_name(cfg: ModelConfig) -> str:

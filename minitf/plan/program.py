@@ -13,7 +13,8 @@ from minitf.data.store import ISOLATED, TOKENS
 from minitf.data.tokenizer_files import is_file_name, make_tokenizer
 from minitf.plan import topology
 from minitf.plan.report import gib
-from minitf.sharding.mesh import batch_sharding, surroundings
+from minitf.sharding.devices import surroundings
+from minitf.sharding.mesh import batch_sharding
 from minitf.training.step import Batch
 
 # ---- the step, compiled

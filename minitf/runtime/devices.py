@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from minitf.runtime.terminal import human
-from minitf.sharding.mesh import precision
+from minitf.sharding.devices import precision
 
 
 class Device(NamedTuple):

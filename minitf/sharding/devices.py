@@ -1,7 +1,8 @@
-"""Builds a mesh from devices and their number of hosts."""
+"""Builds a mesh from devices and their number of hosts, and the context in which programs are traced for it."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -116,3 +117,18 @@ def compute_capability(device: Any) -> float | None:
     """Compute capability of an NVIDIA GPU; None for any other device."""
     found = getattr(device, "compute_capability", None)
     return None if found is None else float(found)
+
+
+# ---- where programs are traced
+
+
+def precision(dtype: str) -> str:
+    """Matmul precision for model.dtype. By default TPUs and GPUs would use fewer bits than float32 has."""
+    return "highest" if dtype == "float32" else "default"
+
+
+@contextlib.contextmanager
+def surroundings(mesh: Mesh, dtype: str) -> Iterator[None]:
+    """Context in which programs are traced: the mesh and the matmul precision."""
+    with jax.set_mesh(mesh), jax.default_matmul_precision(precision(dtype)):
+        yield

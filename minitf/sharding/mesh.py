@@ -1,12 +1,10 @@
 """Mesh axes, and the settings of their sizes."""
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +21,7 @@ AXES = {  # of every mesh, outermost (least communication) first; an axis of siz
     "data": MeshAxis("data", rows=True),
     "fsdp": MeshAxis("fsdp", rows=True),
     "fsdp_inner": MeshAxis("fsdp", rows=True),  # see `inner_size`
+    "expert": MeshAxis("expert", rows=True),
     "tensor": MeshAxis("tensor"),
 }
 BATCH = tuple(name for name, axis in AXES.items() if axis.rows)
@@ -39,11 +38,13 @@ DCN = dict(at_least=1, also={-1: "the hosts that the others leave"}, may_change=
 class MeshConfig:
     data: int = setting(1, "replicas of the parameters", **SIZE)
     fsdp: int = setting(-1, "shards of the parameters' width and of the batch", **SIZE)
+    expert: int = setting(1, "shards of a mixture's experts, of other weights' width and of the batch", **SIZE)
     tensor: int = setting(1, "shards of heads, MLP and vocabulary", **SIZE)
     # If any is not 1, their product is the number of hosts, the sizes above are per host, and an axis's size is the product of both.
     # Otherwise data spans as many hosts as it can, then fsdp. With several TPU slices, a host is a slice.
     dcn_data: int = setting(1, "factor of data across hosts (TPU slices)", **DCN)
     dcn_fsdp: int = setting(1, "factor of fsdp across hosts (TPU slices)", **DCN)
+    dcn_expert: int = setting(1, "factor of expert across hosts (TPU slices)", **DCN)
     dcn_tensor: int = setting(1, "factor of tensor across hosts (TPU slices)", **DCN)
     collectives: str = setting("auto", "who decides what is sent", one_of=lambda: COLLECTIVES, may_change=True)
     # Weights are all-gathered along the inner factor first, gradients reduce-scattered along it last.
@@ -77,18 +78,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of a batch: rows over the axes in BATCH; processes along other axes hold the same rows."""
     return NamedSharding(mesh, P(BATCH))
-
-
-def precision(dtype: str) -> str:
-    """Matmul precision for model.dtype. By default TPUs and GPUs would use fewer bits than float32 has."""
-    return "highest" if dtype == "float32" else "default"
-
-
-@contextlib.contextmanager
-def surroundings(mesh: Mesh, dtype: str) -> Iterator[None]:
-    """Context in which programs are traced: the mesh and the matmul precision."""
-    with jax.set_mesh(mesh), jax.default_matmul_precision(precision(dtype)):
-        yield
 
 
 def batch_shards(mesh: AnyMesh) -> int:

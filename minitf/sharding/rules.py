@@ -14,11 +14,13 @@ RULES: dict[str, tuple[str, ...]] = {
     "layers": (),
     "vocab": ("tensor",),
     "positions": (),
-    "embed": ("fsdp", "fsdp_inner"),
+    "experts": ("expert",),
+    "embed": ("fsdp", "fsdp_inner", "expert"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "router": (),
     "norm": (),
 }
 GATHERED = ("embed",)  # logical axes that are all-gathered before a product uses the array
@@ -28,6 +30,7 @@ SIZED_BY = {  # logical axis -> the setting that sizes it
     "heads": "model.attention.num_heads",
     "kv_heads": "model.attention.num_kv_heads",
     "mlp": "model.mlp.hidden",
+    "experts": "model.mlp.experts",
 }
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from minitf.params import Param, tree_map
+from minitf.params import UNROUNDED, Param, tree_map
 from minitf.sharding.mesh import BATCH, AnyMesh, batch_shards
 from minitf.sharding.rules import GATHERED, RULES, mesh_axes, partition
 
@@ -124,15 +124,17 @@ def sent(w: jax.Array, send: Callable[[jax.Array], jax.Array], dtype: str) -> ja
 
 def gather(layer_params: Any, specs: Any, dtype: str) -> Any:
     """One layer's weights ready for products: matrices and tables all-gathered along fsdp in the compute dtype, stored as `held`;
-    scales and biases stay float32. First line of the scan body, so that only one layer is gathered at a time."""
+    routers all-gathered in float32; scales and biases as they are. First line of the scan body, so that only one layer is gathered
+    at a time."""
     mesh = jax.sharding.get_abstract_mesh()
 
     def one(p: Param, w: jax.Array) -> jax.Array:
-        if p.kind in ("scale", "bias"):
+        if p.kind in UNROUNDED and not set(GATHERED) & set(p.axes):
             return w
+        use = "float32" if p.kind in UNROUNDED else dtype
         if is_manual(mesh):
-            return sent(w, lambda w: gathered(w, p, mesh), dtype)
-        return sent(w, lambda w: constrain(w, partition(p, gathered=True)), dtype)
+            return sent(w, lambda w: gathered(w, p, mesh), use)
+        return sent(w, lambda w: constrain(w, partition(p, gathered=True)), use)
 
     return tree_map(one, specs, layer_params)
 

@@ -1,13 +1,22 @@
-"""Evaluation metrics, from the per-row sums of `eval_step`."""
+"""The eval step, and metrics computed on the host: from its sums, and from those of `train_step` over routers."""
 
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from minitf.training.step import Batch
+from minitf.training.step import Batch, StepConfig, row_sums
+
+
+def eval_step(params: Any, batch: Batch, byte_lengths: jax.Array | None, *, cfg: StepConfig) -> dict[str, jax.Array]:
+    """Sums over each row of a batch, [B]: nats, tokens, and, unless byte_lengths (bytes per token id) is None, bytes of text."""
+    sums = {"nats": row_sums(params, batch, cfg)[1]["loss"], "tokens": jnp.sum(batch["weights"], axis=-1)}
+    if byte_lengths is not None:
+        sums["bytes"] = jnp.sum(byte_lengths[batch["targets"]] * batch["weights"], axis=-1)
+    return sums
 
 
 def totals(
@@ -47,3 +56,30 @@ def evaluate(
         found = scores(rows) | {"tokens": int(rows["tokens"].sum())}
         values |= {f"eval/{prefix}{key}": value for key, value in found.items()}
     return values
+
+
+def router_metrics(routed: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    """How a mixture's routers choose: for each measure the mean over layers, and, as NAME_worst, the layer farthest from balance.
+
+    busiest, idlest: tokens of the most and the least used expert, over the mean; unused: share of experts without a token; entropy:
+    mean of that of a token's probabilities, in nats; bias_spread: largest less smallest bias of the router's choice.
+    routed: of `train_step`.
+    """
+    layers: dict[str, list[np.ndarray]] = {}
+    for sums in filter(None, routed):
+        load = sums["uses"] / np.maximum(sums["uses"].mean(axis=-1, keepdims=True), 1e-9)
+        found = {
+            "busiest": load.max(axis=-1),
+            "idlest": load.min(axis=-1),
+            "unused": (load == 0).mean(axis=-1),
+            "entropy": sums["entropy"],
+        }
+        if "router_bias" in sums:
+            found["bias_spread"] = np.ptp(sums["router_bias"], axis=-1)
+        for name, values in found.items():
+            layers.setdefault(name, []).append(values)
+    metrics = {}
+    for name, parts in layers.items():
+        values, worst = np.concatenate(parts), np.min if name in ("idlest", "entropy") else np.max
+        metrics |= {f"router/{name}": float(values.mean()), f"router/{name}_worst": float(worst(values))}
+    return metrics

@@ -108,7 +108,7 @@ def make_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decays(p: Param, cfg: OptimizerConfig) -> bool:
-    return p.kind in ("matrix", "head") or (p.kind == "embedding" and cfg.decay_embeddings)
+    return p.kind in ("matrix", "head", "router") or (p.kind == "embedding" and cfg.decay_embeddings)
 
 
 def decay_mask(specs: Any, cfg: OptimizerConfig) -> Any:
@@ -167,7 +167,7 @@ def adafactor(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> opt
 
 
 def muon_with_adamw(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Muon for matrices, AdamW for tables, head, scales and biases. Updates of matrices are scaled to AdamW's size
+    """Muon for matrices, AdamW for tables, head, routers, scales and biases. Updates of matrices are scaled to AdamW's size
     (0.2 x sqrt of the larger dimension, arXiv:2502.16982), so that both share one learning rate and one weight decay."""
 
     def dimensions(p: Param) -> MuonDimensionNumbers:
@@ -215,6 +215,10 @@ OPTIMIZERS = {
 
 
 def make_optimizer(cfg: OptimizerConfig, specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clipping by global norm, then the optimizer; its input is the accumulated gradient."""
-    tx = OPTIMIZERS[cfg.kind].make(cfg, specs, schedule)
-    return tx if cfg.clip_norm is None else optax.chain(optax.clip_by_global_norm(cfg.clip_norm), tx)
+    """Clipping by global norm, then the optimizer; its input is the accumulated gradient. Entries of kind "state" have no part in
+    either."""
+    weights = tree_map(lambda p: optax.MaskedNode() if p.kind == "state" else p, specs)
+    tx = OPTIMIZERS[cfg.kind].make(cfg, weights, schedule)
+    tx = tx if cfg.clip_norm is None else optax.chain(optax.clip_by_global_norm(cfg.clip_norm), tx)
+    mask = tree_map(lambda p: p.kind != "state", specs)
+    return tx if all(jax.tree.leaves(mask)) else optax.masked(tx, mask)
