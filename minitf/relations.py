@@ -39,6 +39,10 @@ def validate(cfg: Any) -> None:
         raise ValueError(
             f"model.attention.head_dim={K}{derived}: model.positions={m.positions} turns pairs, so it must be even"
         )
+    if not a.qk_norm and a.qk_norm_over != "head":
+        raise ValueError(
+            f"model.attention.qk_norm_over={a.qk_norm_over} has no effect with model.attention.qk_norm=False"
+        )
     if a.rope_low_freq_factor >= a.rope_high_freq_factor:
         raise ValueError(
             f"model.attention.rope_low_freq_factor={a.rope_low_freq_factor}: must be below "

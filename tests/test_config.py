@@ -156,6 +156,7 @@ REFUSED = [
         "model.attention.block_kv=256 model.attention.implementation=xla",
         "model.attention.block_kv=256 has no effect with xla; it is read by auto, splash",
     ),
+    ("model.attention.qk_norm_over=heads", "qk_norm_over=heads has no effect with model.attention.qk_norm=False"),
     ("model.positions=learned model.attention.rope_base=100", "rope_base=100.0 has no effect with learned"),
     ("optimizer.momentum=0.9", "optimizer.momentum=0.9 has no effect with adamw; it is read by sgd"),
     ("optimizer.kind=sgd optimizer.b1=0.5", "optimizer.b1=0.5 has no effect with sgd; it is read by adamw, lion, muon"),

@@ -61,7 +61,9 @@ AGAIN = [  # with other rows
 ]
 # They make another tree of parameters, or other shapes: a model that did not heed them could not run, or would have no gradient.
 SHAPES = {f"model__{n}" for n in ("num_layers", "dim", "vocab_size", "max_seq_len", "post_norms", "tie_embeddings")}
-SHAPES |= {f"model__attention__{n}" for n in ("num_heads", "num_kv_heads", "head_dim", "bias", "qk_norm")}
+SHAPES |= {
+    f"model__attention__{n}" for n in ("num_heads", "num_kv_heads", "head_dim", "bias", "qk_norm", "qk_norm_over")
+}
 SHAPES |= {f"model__mlp__{n}" for n in ("hidden", "bias", "experts", "shared", "dense_first", "every", "dense_hidden")}
 UPDATE = {"loss__bias_rate"}  # in no gradient: test_experts.py
 DROPOUT = {"model__dropout", "model__attention__dropout"}  # random, and off in the recipe

@@ -96,6 +96,9 @@ DEPARTURES = {  # changes of the model
     "attention_scale": dict(model__attention__scale=0.2),
     "attention_softcap": dict(model__attention__softcap=2.0),
     "qk_norm": dict(model__attention__qk_norm=True, model__attention__qk_norm_eps=1e-2),
+    "qk_norm_over_heads": dict(
+        model__attention__qk_norm=True, model__attention__qk_norm_over="heads", model__attention__qk_norm_eps=1e-2
+    ),
     "qkv_bias": dict(model__attention__bias="qkv"),
     "qkvo_bias": dict(model__attention__bias="qkvo"),
     "rope_base": dict(model__attention__rope_base=10_000.0),

@@ -14,6 +14,8 @@ from minitf.params import Param
 from minitf.settings import setting
 
 BLOCK_MEANING = "most {} at a time in splash (the next smaller size that divides a row); None: what fits a TPU's memory"
+RATE = dict(at_least=0, below=1, check=check_rate, may_change=True)  # of a setting that is a dropout rate
+QK_NORM = {"head": "each head", "heads": "all heads together (OLMoE)"}
 BIAS = {"none": "none of them", "qkv": "queries, keys and values", "qkvo": "these and the output"}
 
 
@@ -36,17 +38,11 @@ class AttentionConfig:
         None, "factor of scores, before soft-cap and softmax; None: head_dim ** -0.5", above=0
     )
     bias: str = setting("none", "projections with a bias", one_of=lambda: BIAS)
-    qk_norm: bool = setting(False, "RMSNorm of queries and keys over each head, before RoPE")
+    qk_norm: bool = setting(False, "RMSNorm of queries and of keys, before RoPE")
+    qk_norm_over: str = setting("head", "what qk_norm's mean square is over", one_of=lambda: QK_NORM)
     qk_norm_eps: float = setting(1e-6, "added to the mean square in qk_norm", above=0)
     softcap: float | None = setting(None, "scores become softcap * tanh(scores / softcap); None: unchanged", above=0)
-    dropout: float | None = setting(
-        None,
-        "dropout rate of attention weights; None: model.dropout",
-        at_least=0,
-        below=1,
-        check=check_rate,
-        may_change=True,
-    )
+    dropout: float | None = setting(None, "dropout rate of attention weights; None: model.dropout", **RATE)
     implementation: str = setting("auto", "the kernel that computes attention", one_of=lambda: CHOICES, may_change=True)
     block_q: int | None = setting(
         None, BLOCK_MEANING.format("queries"), at_least=LANES, multiple_of=LANES, may_change=True
@@ -86,8 +82,8 @@ def qkvo_params(cfg: AttentionConfig, dim: int) -> dict[str, Param]:
     if cfg.bias == "qkvo":
         specs["o_bias"] = Param((dim,), ("norm",), "bias")
     if cfg.qk_norm:
-        specs["q_norm"] = Param((K,), ("head_dim",), "scale")
-        specs["k_norm"] = Param((K,), ("head_dim",), "scale")
+        first = 1 if cfg.qk_norm_over == "heads" else 2  # of a projection's dimensions: embed, heads, head_dim
+        specs |= {f"{n}_norm": Param(specs[n].shape[first:], specs[n].axes[first:], "scale") for n in "qk"}
     return specs
 
 

@@ -64,9 +64,9 @@ def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, inputs: in
 
 
 def rms_norm(scale: jax.Array, x: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """x / rms(x) * scale over the last dimension; statistics and scale in float32, output in x's dtype."""
-    x32 = x.astype(jnp.float32)
-    y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    """x / rms(x) * scale over the last dimensions, those of scale; statistics and scale in float32, output in x's dtype."""
+    x32, over = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
+    y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=over, keepdims=True) + eps)
     return (y * scale).astype(x.dtype)
 
 

@@ -79,8 +79,11 @@ def causal_self_attention(params, x, cfg, kind, positions, segments):
     def split_heads(t, heads):
         return t.reshape(B, T, heads, K).transpose(0, 2, 1, 3)
 
+    if a.qk_norm and a.qk_norm_over == "heads":
+        q = rms_norm(params["q_norm"].reshape(-1), q, a.qk_norm_eps)
+        k = rms_norm(params["k_norm"].reshape(-1), k, a.qk_norm_eps)
     q, k, v = split_heads(q, H), split_heads(k, G), split_heads(v, G)
-    if a.qk_norm:
+    if a.qk_norm and a.qk_norm_over == "head":
         q = rms_norm(params["q_norm"], q, a.qk_norm_eps)
         k = rms_norm(params["k_norm"], k, a.qk_norm_eps)
     if cfg.positions in ("rope", "rope_llama3"):

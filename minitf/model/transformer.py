@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from minitf.model.attention import (
     ATTENTION,
+    RATE,
     AttentionConfig,
     Context,
     LayerCache,
@@ -22,7 +23,6 @@ from minitf.model.attention import (
 from minitf.model.experts import Aux, Tokens, mlp, mlp_params
 from minitf.model.mlp import MlpConfig
 from minitf.model.ops import (
-    check_rate,
     dropout,
     layer_norm,
     matmul,
@@ -62,9 +62,7 @@ class ModelConfig:
     logit_softcap: float | None = setting(
         None, "logits become logit_softcap * tanh(logits / logit_softcap); None: unchanged", above=0
     )
-    dropout: float = setting(
-        0.0, "dropout rate after embedding, attention and MLP", at_least=0, below=1, check=check_rate, may_change=True
-    )
+    dropout: float = setting(0.0, "dropout rate after embedding, attention and MLP", **RATE)
     init: str = setting("fixed", "standard deviation of initial weights", one_of=lambda: SCHEMES)
     pattern: tuple[str, ...] | None = setting(
         None,
