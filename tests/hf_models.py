@@ -56,6 +56,7 @@ GPT2 = change(
     attention=AttentionConfig(num_heads=6, bias="qkvo"),
     mlp=MlpConfig(kind="gelu", hidden=40, bias=True),
 )
+MIXTURE = change(BASE, dim=44, mlp__router="softmax", mlp__experts=5)
 MODELS = {  # name -> (family, model)
     "llama": ("llama", BASE),
     "llama_tied": ("llama", change(BASE, tie_embeddings=True, norm_eps=1e-5, attention__head_dim=None)),
@@ -85,6 +86,39 @@ MODELS = {  # name -> (family, model)
     "gemma2_full": ("gemma2", change(BASE, **{**GEMMA, "logit_softcap": None, "attention__softcap": None})),
     "gpt2": ("gpt2", GPT2),
     "gpt2_untied": ("gpt2", change(GPT2, tie_embeddings=False, attention__scale=1.0, mlp__kind="gelu_erf")),
+    "mixtral": ("mixtral", change(MIXTURE, attention__kind="sliding", attention__window=5)),
+    "mixtral_of_chosen": ("mixtral", change(MIXTURE, mlp__router="softmax_of_chosen", mlp__experts_per_token=3)),
+    "qwen3_moe": ("qwen3_moe", change(MIXTURE, attention__qk_norm=True, mlp__normalise_weights=False)),
+    "qwen3_moe_dense_first": (
+        "qwen3_moe",
+        change(
+            MIXTURE,
+            norm_eps=1e-5,
+            attention__kind="sliding",
+            attention__window=5,
+            attention__bias="qkvo",
+            attention__qk_norm=True,
+            attention__qk_norm_eps=1e-5,
+            mlp__dense_first=1,
+            mlp__dense_hidden=56,
+        ),
+    ),
+    "qwen3_moe_every": (
+        "qwen3_moe",
+        change(MIXTURE, num_layers=5, attention__qk_norm=True, mlp__every=2, tie_embeddings=True),
+    ),
+    "olmoe": (
+        "olmoe",
+        change(
+            MIXTURE,
+            dim=48,
+            attention__head_dim=None,
+            attention__bias="qkvo",
+            attention__qk_norm=True,
+            attention__qk_norm_over="heads",
+            mlp__normalise_weights=False,
+        ),
+    ),
 }
 
 

@@ -3,16 +3,18 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from common import ROOT, TINY, assert_close, change, launch, run_module, text_config
-from hf_models import BASE, GPT2, MODELS, save_run
+from common import ROOT, TINY, assert_close, change, launch, run_module, slow, text_config
+from hf_models import BASE, GPT2, MIXTURE, MODELS, save_run
 from safetensors.numpy import load_file, save_file
 
 from minitf import evaluate
@@ -23,9 +25,11 @@ from minitf.huggingface import folder as files
 from minitf.huggingface.__main__ import main
 from minitf.huggingface.convert import export_model, import_model
 from minitf.huggingface.families import FAMILIES, canonical, fitting, misfits, read_config, write_config
+from minitf.huggingface.settings import as_every
 from minitf.model import attention as attention_lib
 from minitf.model.transformer import model as logits_of
-from minitf.params import named
+from minitf.model.transformer import model_params, places
+from minitf.params import count_params, named
 from minitf.workdir import load_model
 
 
@@ -58,7 +62,7 @@ def assert_same(a, b):
 # ---- there and back
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow(MODELS, but=set(MODELS) - {"mixtral_of_chosen", "qwen3_moe", "qwen3_moe_every"}))
 def test_round_trip_is_exact(name, tmp_path):
     family, model = MODELS[name]
     _, hf, params = exported(tmp_path, name)
@@ -169,6 +173,118 @@ def test_tied_embeddings_are_one_tensor_and_one_leaf_with_both_gradients(tmp_pat
     each = jax.grad(loss)(apart, change(cfg.model, tie_embeddings=False))
     assert np.abs(each["head"]).max() > 1e-3
     assert_close({"e": both}, {"e": each["embedding"] + each["head"].T}, 1e-5)
+
+
+# ---- mixtures of experts
+
+
+def test_experts_have_the_names_of_the_hub(tmp_path):
+    for name, mixture, names in (
+        ("mixtral", "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+        ("olmoe", "mlp", {n: f"{n}_proj" for n in ("gate", "up", "down")}),
+    ):
+        _, hf, params = exported(tmp_path / name, name)
+        tensors, ours = load_file(hf / "model.safetensors"), params["blocks"][0]["mlp"]
+        np.testing.assert_array_equal(tensors[f"model.layers.2.{mixture}.gate.weight"], ours["router"][2].T)
+        for mine, theirs in names.items():
+            found = tensors[f"model.layers.2.{mixture}.experts.3.{theirs}.weight"]
+            np.testing.assert_array_equal(found, ours["experts"][mine][2, 3].T)
+
+
+def fuse(tensors, *names):
+    """To one tensor for all experts, under the names that transformers 5 has in memory; names: of gate, up and down on the hub."""
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp"
+        for name in [n for n in tensors if f"layers.{layer}.block_sparse_moe" in n]:
+            tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
+        gate, up, down = (
+            np.stack([tensors.pop(f"{prefix}.experts.{e}.{name}.weight") for e in range(5)]) for name in names
+        )
+        tensors[f"{prefix}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{prefix}.experts.down_proj"] = down
+
+
+FUSED = {"mixtral": ("w1", "w3", "w2"), "olmoe": ("gate_proj", "up_proj", "down_proj")}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_experts_are_read(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("minitf.huggingface.folder.READ_BYTES", 4 * 48 * 3)
+    _, hf, params = exported(tmp_path, name)
+    edit(hf, lambda tensors: fuse(tensors, *FUSED[name]))
+    assert len([n for n in load_file(hf / "model.safetensors") if ".mlp." in n]) == 3 * 3
+    import_model(hf, tmp_path / "back")
+    assert_same(load_model(tmp_path / "back").params, params)
+
+
+def test_fused_experts_that_do_not_fit_are_listed(tmp_path):
+    _, hf, _ = exported(tmp_path, "olmoe")
+    edit(hf, lambda tensors: fuse(tensors, *FUSED["olmoe"]), num_experts=4)
+    with pytest.raises(
+        ValueError, match=r"not in this model: model\.layers\.0\.mlp\.experts\.4\.gate_proj\.weight \[40, 48\]"
+    ):
+        import_model(hf, tmp_path / "back")
+    extra = {"model.layers.1.mlp.experts.2.up_proj.weight": np.zeros((40, 48), np.float32)}
+    edit(hf, lambda tensors: tensors.update(extra), num_experts=5)
+    with pytest.raises(ValueError, match=r"has model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight twice"):
+        import_model(hf, tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, r"may change what the model computes\n  router_jitter_noise=0.1\n"),
+        ("mixtral", {"num_local_experts": None}, "has no num_local_experts"),
+        ("mixtral", {"num_experts_per_tok": None}, "has no num_experts_per_tok"),
+        ("olmoe", {"clip_qkv": 8.0}, r"may change what the model computes\n  clip_qkv=8.0\n"),
+        ("olmoe", {"num_experts": "many"}, "experts='many': is str, must be int"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 40}, r"\n  shared_expert_intermediate_size=40\n"),
+        ("qwen3_moe", {"n_shared_experts": 1}, r"\n  n_shared_experts=1\n"),
+        ("qwen3_moe", {"num_local_experts": 4}, "num_experts=5, num_local_experts=4: differ"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\], .*: mixtures in layers \[0, 2\] of 3; known:"),
+        ("qwen3_moe", {"decoder_sparse_step": 4}, r"decoder_sparse_step=4: mixtures in layers \[\] of 3"),
+        ("qwen3_moe_dense_first", {"max_window_layers": 2}, r"\n  max_window_layers=2\n"),
+        ("mixtral", {"model_type": "qwen2_moe"}, "'qwen2_moe': unknown; known: llama, .*, mixtral, qwen3_moe, olmoe"),
+    ],
+)  # fmt: skip
+def test_settings_of_mixtures_that_are_not_known_are_refused_by_name(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(write_config(*MODELS[name]) | settings)
+
+
+def test_settings_of_mixtures_have_several_names_or_no_effect():
+    for name in ("mixtral", "qwen3_moe", "olmoe"):
+        model = canonical(MODELS[name][1])
+        tree = write_config(*MODELS[name])
+        assert (
+            read_config(tree | dict(output_router_logits=True, router_aux_loss_coef=0.5, router_jitter_noise=0.0))
+            == model
+        )
+        for key in {"num_experts", "num_local_experts"} & set(tree):
+            others = {n: v for n, v in tree.items() if n == key or n not in ("num_experts", "num_local_experts")}
+            assert read_config(others) == model
+
+
+def mixed_layers(model):
+    return sorted(i for place in places(model) if place.mlp.router != "none" for i in place.layers)
+
+
+def test_layers_with_mixtures_are_read_and_written_the_same():
+    tree = write_config("qwen3_moe", MODELS["qwen3_moe"][1])
+    for n in range(1, 8):
+        for every in range(1, n + 1):
+            for first in range(n - n % every):
+                model = change(MODELS["qwen3_moe"][1], num_layers=n, mlp__every=every, mlp__dense_first=first)
+                mixed = mixed_layers(model)
+                assert (
+                    mixed_layers(change(model, **{f"mlp__{k[4:]}": v for k, v in as_every(mixed, n).items()})) == mixed
+                )
+                assert mixed_layers(canonical(model)) == mixed
+                assert misfits("qwen3_moe", model) == []
+                dense = [i for i in range(n) if i not in mixed]
+                read = read_config(tree | dict(num_hidden_layers=n, mlp_only_layers=dense, max_window_layers=n))
+                assert read == canonical(change(model, mlp__dense_hidden=40 if dense else None))
+    assert as_every([0, 2], 4) is as_every([], 4) is None
 
 
 # ---- tensors that do not fit
@@ -374,7 +490,18 @@ def test_a_setting_can_be_ignored_by_name(tmp_path):
 
 
 # As the hub has them: https://huggingface.co/{meta-llama/Llama-3.2-1B, mistralai/Mistral-7B-v0.1, Qwen/Qwen2.5-0.5B,
-# Qwen/Qwen3-0.6B, google/gemma-2-2b, openai-community/gpt2, HuggingFaceTB/SmolLM2-135M}/blob/main/config.json
+# Qwen/Qwen3-0.6B, google/gemma-2-2b, openai-community/gpt2, HuggingFaceTB/SmolLM2-135M, mistralai/Mixtral-8x7B-v0.1,
+# Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, allenai/OLMoE-1B-7B-0924}/blob/main/config.json
+QWEN3_MOE = dict(
+    architectures=["Qwen3MoeForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=151643,
+    decoder_sparse_step=1, eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=2048,
+    initializer_range=0.02, intermediate_size=6144, max_position_embeddings=40960, max_window_layers=48,
+    mlp_only_layers=[], model_type="qwen3_moe", moe_intermediate_size=768, norm_topk_prob=True, num_attention_heads=32,
+    num_experts=128, num_experts_per_tok=8, num_hidden_layers=48, num_key_value_heads=4, output_router_logits=False,
+    rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1000000.0, router_aux_loss_coef=0.001, sliding_window=None,
+    tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.51.0", use_cache=True,
+    use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
 HUB = {
     "Llama-3.2-1B": (
         dict(
@@ -460,6 +587,39 @@ HUB = {
         ),
         dict(attention__head_dim=64, attention__rope_base=1e5, tie_embeddings=True),
     ),
+    "Mixtral-8x7B-v0.1": (
+        dict(
+            architectures=["MixtralForCausalLM"], attention_dropout=0.0, bos_token_id=1, eos_token_id=2,
+            hidden_act="silu", hidden_size=4096, initializer_range=0.02, intermediate_size=14336,
+            max_position_embeddings=32768, model_type="mixtral", num_attention_heads=32, num_experts_per_tok=2,
+            num_hidden_layers=32, num_key_value_heads=8, num_local_experts=8, output_router_logits=False,
+            rms_norm_eps=1e-05, rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None,
+            tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.36.0.dev0", use_cache=True,
+            vocab_size=32000,
+        ),
+        dict(mlp__router="softmax", mlp__experts=8, mlp__experts_per_token=2, mlp__normalise_weights=True),
+    ),
+    "Qwen3-30B-A3B": (QWEN3_MOE, dict(mlp__hidden=768, mlp__dense_hidden=None, mlp__normalise_weights=True)),
+    "Qwen3-235B-A22B": (
+        QWEN3_MOE
+        | dict(
+            hidden_size=4096, intermediate_size=12288, max_window_layers=94, moe_intermediate_size=1536,
+            num_attention_heads=64, num_hidden_layers=94,
+        ),
+        dict(mlp__hidden=1536, mlp__experts=128, mlp__experts_per_token=8, attention__kind="full"),
+    ),
+    "OLMoE-1B-7B-0924": (
+        dict(
+            architectures=["OlmoeForCausalLM"], attention_bias=False, attention_dropout=0.0, clip_qkv=None,
+            eos_token_id=50279, hidden_act="silu", hidden_size=2048, initializer_range=0.02, intermediate_size=1024,
+            max_position_embeddings=4096, model_type="olmoe", norm_topk_prob=False, num_attention_heads=16,
+            num_experts=64, num_experts_per_tok=8, num_hidden_layers=16, num_key_value_heads=16,
+            output_router_logits=False, pad_token_id=1, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000.0,
+            router_aux_loss_coef=0.01, tie_word_embeddings=False, torch_dtype="bfloat16",
+            transformers_version="4.43.0.dev0", use_cache=True, vocab_size=50304,
+        ),
+        dict(mlp__normalise_weights=False, attention__qk_norm_over="heads", attention__qk_norm_eps=1e-5),
+    ),
 }  # fmt: skip
 
 
@@ -475,6 +635,21 @@ def test_configs_of_the_hub_are_read_and_written_the_same(name):
     for key in ("rope_theta", "sliding_window", "layer_norm_epsilon", "head_dim", "n_embd", "tie_word_embeddings"):
         if key in tree and (key != "sliding_window" or model.pattern or model.attention.kind == "sliding"):
             assert written[key] == tree[key], key
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("SmolLM2-135M", 134_515_008, 134_515_008),
+        ("Mixtral-8x7B-v0.1", 46_702_792_704, 12_879_925_248),
+        ("Qwen3-30B-A3B", 30_532_122_624, 3_353_032_704),
+        ("Qwen3-235B-A22B", 235_093_634_560, 22_190_763_520),
+        ("OLMoE-1B-7B-0924", 6_919_161_856, 1_282_017_280),
+    ],
+)
+def test_parameters_of_the_hub_are_counted(name, total, active):
+    count = count_params(model_params(read_config(HUB[name][0])))
+    assert (count["total"], count["active"]) == (total, active)
 
 
 def test_layers_are_the_shortest_pattern():
@@ -537,6 +712,20 @@ def test_an_equivalent_pattern_is_the_same_model(tmp_path):
         (change(MODELS["gemma2"][1], attention__scale=0.3), [r"gemma2: model\.attention\.scale=0\.3, not 0\.30151"]),
         (change(MODELS["qwen3"][1], norm_eps=1e-5), [r"qwen3: model\.attention\.qk_norm_eps=1e-06, not 1e-05"]),
         (change(BASE, positions="none"), [r"llama: model\.positions=none, not rope"]),
+        (
+            change(MIXTURE, mlp__shared=1),
+            [r"mixtral: model\.mlp\.shared=1, not 0$", r"llama: .*model\.mlp\.router=softmax, not none"],
+        ),
+        (change(MIXTURE, mlp__router="sigmoid"), [r"mixtral: model\.mlp\.router=sigmoid, not softmax$"]),
+        (change(MIXTURE, mlp__router_scale=2.0), [r"mixtral: model\.mlp\.router_scale=2\.0, not 1\.0$"]),
+        (
+            change(MIXTURE, mlp__normalise_weights=False, mlp__dense_first=1),
+            [r"mixtral: model\.mlp\.normalise_weights=False, not True; model\.mlp\.dense_first=1, not 0"],
+        ),
+        (
+            change(MODELS["olmoe"][1], attention__head_dim=10),
+            [r"olmoe: model\.attention\.head_dim=10, not 8$", r"qwen3_moe: model\.attention\.qk_norm_over=heads, not head"],
+        ),
     ],
 )  # fmt: skip
 def test_a_model_that_no_family_expresses_is_refused_with_the_reasons(model, messages):
@@ -544,8 +733,6 @@ def test_a_model_that_no_family_expresses_is_refused_with_the_reasons(model, mes
         fitting(model)
     lines = [line.strip() for line in str(e.value).splitlines()[1:]]
     assert [line.partition(":")[0] for line in lines] == list(FAMILIES)
-    import re
-
     for message in messages:
         assert any(re.match(message, line) for line in lines), str(e.value)
 
@@ -769,24 +956,42 @@ def test_a_full_disk_is_one_message(tmp_path, monkeypatch, capsys):
 # ---- memory
 
 
+LARGE = change(
+    BASE, num_layers=24, dim=576, vocab_size=16384, attention__num_heads=9, attention__num_kv_heads=3,
+    attention__head_dim=64, mlp__hidden=1536, tie_embeddings=True,
+)  # fmt: skip
+
+
+def fused_shapes(shapes):
+    """Those of a folder in which each layer's experts are two tensors."""
+    found, experts = {n: s for n, s in shapes.items() if ".experts." not in n}, {}
+    for name in shapes.keys() - found.keys():
+        experts.setdefault(name.split(".experts.")[0], []).append(shapes[name])
+    for prefix, each in experts.items():
+        (F, D), E = min(each), len(each) // 3
+        found |= {f"{prefix}.experts.gate_up_proj": (E, 2 * F, D), f"{prefix}.experts.down_proj": (E, D, F)}
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the memory from /proc")
-def test_import_needs_memory_of_a_layer_not_of_the_model(tmp_path):
-    model = canonical(
-        change(BASE, num_layers=24, dim=576, vocab_size=16384, attention__num_heads=9, attention__num_kv_heads=3,
-               attention__head_dim=64, mlp__hidden=1536, tie_embeddings=True)
-    )  # fmt: skip
-    hf = tmp_path / "hf"
+@pytest.mark.parametrize(
+    ("family", "model"),
+    [("llama", LARGE), ("mixtral", change(LARGE, mlp__router="softmax", mlp__hidden=384))],
+    ids=["llama", "mixtral"],
+)
+def test_import_needs_memory_of_a_layer_not_of_the_model(family, model, tmp_path):
+    model, hf = canonical(model), tmp_path / "hf"
     hf.mkdir()
-    (hf / "config.json").write_text(json.dumps(write_config("llama", model)))
-    groups = files.shards(files.tensors_of("llama", model), 4, 60_000_000)
+    (hf / "config.json").write_text(json.dumps(write_config(family, model)))
+    shapes = fused_shapes({t.name: t.shape for t in files.tensors_of(family, model)})
+    groups = files.shards([SimpleNamespace(name=n, shape=s) for n, s in shapes.items()], 4, 60_000_000)
     assert len(groups) > 5
     for file, group in groups.items():
         save_file({t.name: np.full(t.shape, 0.01, np.float32) for t in group}, hf / file)
     weight_map = {t.name: file for file, group in groups.items() for t in group}
     (hf / files.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    total = sum(np.prod(t.shape) * 4 for group in groups.values() for t in group)
-    largest = max(np.prod(t.shape) * 4 for group in groups.values() for t in group)
+    total, largest = (f(4 * np.prod(s) for s in shapes.values()) for f in (sum, max))
     assert total > 370e6
     out = run_module("watched_import", hf, tmp_path / "w", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     assert out.returncode == 0, out.stderr

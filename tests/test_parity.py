@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from common import assert_close, launch, make_mesh, random_params, text_config
 from hf_models import MODELS, save_run
+from safetensors.numpy import load_file
 from test_frame import made, tuned  # noqa: F401 (fixtures)
 
 from minitf.data import chat
@@ -83,6 +84,23 @@ def test_exported_models_have_our_logits(name, torch, transformers, tmp_path):
     back = dict(named(load_model(tmp_path / "back").params))
     for path, a in named(params):
         np.testing.assert_array_equal(np.asarray(back[path]), a, err_msg=path)
+
+
+MIXTURES = [name for name, (_, settings) in THEIRS.items() if "num_experts_per_tok" in settings]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_are_read_as_transformers_has_them_in_memory(name, torch, transformers, tmp_path):
+    theirs = random_model(name)
+    theirs.save_pretrained(tmp_path / "hf", save_original_format=False)
+    assert any(n.endswith(".experts.gate_up_proj") for n in load_file(tmp_path / "hf/model.safetensors"))
+    import_model(tmp_path / "hf", tmp_path / "w")
+    assert_near(our_logits(tmp_path / "w"), their_logits(theirs))
+    with torch.no_grad():  # no choice of experts that rounding could change
+        for scores in theirs(torch.tensor(IDS), output_router_logits=True).router_logits:
+            best = np.sort(scores.numpy(), axis=-1)[:, ::-1]
+            k = theirs.config.num_experts_per_tok
+            assert (best[:, k - 1] - best[:, k]).min() > 1e-4
 
 
 def test_a_bfloat16_export_in_shards_is_loaded(torch, transformers, tmp_path):

@@ -50,6 +50,9 @@ GEMMA2 = LLAMA | dict(
     query_pre_attn_scalar=17, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, sliding_window=5
 )
 GPT2 = dict(vocab_size=64, n_embd=48, n_inner=40, n_layer=3, n_head=6, n_positions=64)
+MIXTRAL = LLAMA | dict(hidden_size=44, num_local_experts=5, num_experts_per_tok=2)
+QWEN3_MOE = LLAMA | dict(hidden_size=44, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24)
+OLMOE = {n: v for n, v in LLAMA.items() if n != "head_dim"} | dict(num_experts=5, num_experts_per_tok=2)
 SLIDING, FULL = "sliding_attention", "full_attention"
 THEIRS = {  # name -> (model_type, arguments of transformers' configuration class)
     "llama": ("llama", LLAMA),
@@ -73,6 +76,19 @@ THEIRS = {  # name -> (model_type, arguments of transformers' configuration clas
         "gpt2",
         GPT2 | dict(tie_word_embeddings=False, scale_attn_weights=False, activation_function="gelu", n_inner=None),
     ),
+    "mixtral": ("mixtral", MIXTRAL),
+    "mixtral_window": ("mixtral", MIXTRAL | dict(sliding_window=5, hidden_act="gelu_pytorch_tanh")),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3_moe_normalised_every_second": (
+        "qwen3_moe",
+        QWEN3_MOE | dict(norm_topk_prob=True, num_hidden_layers=5, decoder_sparse_step=2, attention_bias=True),
+    ),
+    "qwen3_moe_dense_first": (
+        "qwen3_moe",
+        QWEN3_MOE | dict(mlp_only_layers=[0], use_sliding_window=True, sliding_window=5, max_window_layers=0),
+    ),
+    "olmoe": ("olmoe", OLMOE),
+    "olmoe_normalised": ("olmoe", OLMOE | dict(norm_topk_prob=True, attention_bias=True)),
 }
 
 TOLERANCE = 1e-4  # of logits: rounding of two frameworks

@@ -13,19 +13,24 @@ from minitf.checks import unread
 from minitf.huggingface.settings import (
     GEMMA_LAYERS,
     MISTRAL_WINDOW,
+    MIXTRAL_WINDOW,
+    QWEN3_MOE_LAYERS,
     QWEN_LAYERS,
-    ROTARY,
+    QWEN_MIXTURES,
     FolderSetting,
     Keys,
     always,
+    as_every,
     as_pattern,
     attention_kinds,
     choice,
+    one_of_names,
+    rotary,
     same,
 )
 from minitf.model.attention import sizes
 from minitf.model.mlp import width
-from minitf.model.transformer import ModelConfig
+from minitf.model.transformer import ModelConfig, places
 from minitf.settings import fields, flat
 
 # ---- the families' settings
@@ -34,35 +39,60 @@ GATED_MLP = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"
 PLAIN_MLP = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf", "relu2": "relu_squared"}
 
 
-def llama_like(*more: FolderSetting, head_dim: int | None = None, act: str = "hidden_act", tied: bool = False) -> tuple:
-    """Settings that Llama and its successors share, with a family's defaults."""
+def llama_like(
+    *more: FolderSetting,
+    head_dim: int | None = None,
+    act: str = "hidden_act",
+    tied: bool = False,
+    eps: float = 1e-6,
+    rope_base: float = 10_000.0,
+    hidden: str = "intermediate_size",
+) -> tuple[FolderSetting, ...]:
+    """Settings that Llama and its successors share, with a family's defaults and its key of the MLP's width."""
     return (
         same("num_layers", "num_hidden_layers"),
         same("dim", "hidden_size"),
         same("vocab_size", "vocab_size"),
         same("max_seq_len", "max_position_embeddings"),
-        same("norm_eps", "rms_norm_eps", 1e-6),
+        same("norm_eps", "rms_norm_eps", eps),
         same("tie_embeddings", "tie_word_embeddings", tied),
         same("attention.num_heads", "num_attention_heads"),
         same("attention.num_kv_heads", "num_key_value_heads", None),
         same("attention.head_dim", "head_dim", head_dim),
         choice("mlp.kind", act, GATED_MLP, "silu" if act == "hidden_act" else "gelu_pytorch_tanh"),
-        same("mlp.hidden", "intermediate_size"),
-        ROTARY,
+        same("mlp.hidden", hidden),
+        rotary(rope_base),
         *more,
     )
 
 
 with_rms_norm = always({"norm": "rms_norm"})
 attention_bias = choice("attention.bias", "attention_bias", {False: "none", True: "qkvo"}, False)
-# Qwen 3 norms queries and keys with the same epsilon.
-qk_norm = FolderSetting(
-    lambda keys: {"attention.qk_norm": True, "attention.qk_norm_eps": keys.get("rms_norm_eps", 1e-6)}, lambda m: {}
-)
+
+
+def qk_norm(over: str, eps: float) -> FolderSetting:
+    """Norms of queries and keys, which have the epsilon of all others."""
+    fixed = {"attention.qk_norm": True, "attention.qk_norm_over": over}
+    return FolderSetting(lambda keys: fixed | {"attention.qk_norm_eps": keys.get("rms_norm_eps", eps)}, lambda m: {})
+
+
+def mixture(normalise: FolderSetting, *experts: str, coefficient: float) -> tuple[FolderSetting, ...]:
+    """Settings of mixtures; `experts`: keys of their number; `coefficient`: transformers' default weight of its balance loss."""
+    training = {"router_aux_loss_coef": coefficient, "output_router_logits": False}
+    return (
+        always({"mlp.router": "softmax"}),
+        one_of_names("mlp.experts", *experts),
+        same("mlp.experts_per_token", "num_experts_per_tok"),
+        normalise,
+        FolderSetting(lambda keys: {}, lambda m: training),
+    )
+
+
+normalise_weights = same("mlp.normalise_weights", "norm_topk_prob", False)
 LLAMA = llama_like(with_rms_norm, attention_bias, same("mlp.bias", "mlp_bias", False))
 MISTRAL = llama_like(with_rms_norm, MISTRAL_WINDOW)
 QWEN2 = llama_like(with_rms_norm, always({"attention.bias": "qkv"}), QWEN_LAYERS)
-QWEN3 = llama_like(with_rms_norm, attention_bias, qk_norm, QWEN_LAYERS, head_dim=128)
+QWEN3 = llama_like(with_rms_norm, attention_bias, qk_norm("head", 1e-6), QWEN_LAYERS, head_dim=128)
 GEMMA2 = llama_like(
     always({"norm": "rms_norm_offset", "post_norms": True}),
     attention_bias,
@@ -80,6 +110,30 @@ GEMMA2 = llama_like(
     head_dim=256,
     act="hidden_activation",
     tied=True,
+)
+MIXTRAL = llama_like(
+    with_rms_norm,
+    MIXTRAL_WINDOW,
+    *mixture(always({"mlp.normalise_weights": True}), "num_local_experts", coefficient=0.001),
+    eps=1e-5,
+    rope_base=1e6,
+)
+QWEN3_MOE = llama_like(
+    with_rms_norm,
+    attention_bias,
+    qk_norm("head", 1e-6),
+    QWEN3_MOE_LAYERS,
+    *mixture(normalise_weights, "num_experts", "num_local_experts", coefficient=0.001),
+    QWEN_MIXTURES,
+    hidden="moe_intermediate_size",
+)
+OLMOE = llama_like(
+    with_rms_norm,
+    attention_bias,
+    qk_norm("heads", 1e-5),
+    always({"attention.head_dim": None}),  # the width of its norms, so that only dim / num_heads is possible
+    *mixture(normalise_weights, "num_experts", coefficient=0.01),
+    eps=1e-5,
 )
 GPT2 = (
     same("num_layers", "n_layer"),
@@ -105,6 +159,7 @@ def block_names(prefix: str, ours: dict[str, str]) -> dict[str, str]:
     return {path: prefix + name for path, name in ours.items()}
 
 
+GATED = ("gate", "up", "down")
 LLAMA_NAMES = {
     "embedding": "model.embed_tokens.weight",
     **block_names(
@@ -114,8 +169,8 @@ LLAMA_NAMES = {
             **{f"attention/{n}": f"self_attn.{n}_proj.weight" for n in "qkvo"},
             **{f"attention/{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkvo"},
             "mlp_norm/scale": "post_attention_layernorm.weight",
-            **{f"mlp/{n}": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
-            **{f"mlp/{n}_bias": f"mlp.{n}_proj.bias" for n in ("gate", "up", "down")},
+            **{f"mlp/{n}": f"mlp.{n}_proj.weight" for n in GATED},
+            **{f"mlp/{n}_bias": f"mlp.{n}_proj.bias" for n in GATED},
         },
     ),
     "final_norm/scale": "model.norm.weight",
@@ -124,6 +179,23 @@ LLAMA_NAMES = {
 QWEN3_NAMES = LLAMA_NAMES | block_names(
     "model.layers.{layer}.self_attn.",
     {"attention/q_norm": "q_norm.weight", "attention/k_norm": "k_norm.weight"},
+)
+# One tensor per expert, as on the hub; folder.each_expert reads transformers 5's layout in memory, too.
+MIXTRAL_NAMES = LLAMA_NAMES | block_names(
+    "model.layers.{layer}.block_sparse_moe.",
+    {
+        "mlp/router": "gate.weight",
+        **{
+            f"mlp/experts/{n}": f"experts.{{expert}}.{w}.weight" for n, w in zip(GATED, ("w1", "w3", "w2"), strict=True)
+        },
+    },
+)
+QWEN3_MOE_NAMES = QWEN3_NAMES | block_names(
+    "model.layers.{layer}.mlp.",
+    {
+        "mlp/router": "gate.weight",
+        **{f"mlp/experts/{n}": f"experts.{{expert}}.{n}_proj.weight" for n in GATED},
+    },
 )
 GEMMA2_NAMES = LLAMA_NAMES | block_names(
     "model.layers.{layer}.",
@@ -165,7 +237,7 @@ GPT2_NAMES = {
 class Family(NamedTuple):
     architecture: str
     settings: tuple[FolderSetting, ...]
-    # minitf's path -> tensor name; {layer}: number of the layer. Parameters with the same name are concatenated along outputs.
+    # minitf's path -> tensor name; {layer}, {expert}: their numbers. Parameters with the same name are concatenated along outputs.
     names: dict[str, str]
     prefix: str = "model."  # of all names but the head's; absent in the folder of a model without a head
     outputs_first: bool = True  # weights are [outputs, inputs], as in torch.nn.Linear; False: [inputs, outputs]
@@ -173,6 +245,7 @@ class Family(NamedTuple):
     ignored: str = r".*\.rotary_emb\.inv_freq"
     unread: tuple[str, ...] = ()  # settings of its config.json that do not change the model
     heads_divide_dim: bool = False  # transformers requires dim % num_heads == 0, although head_dim is a setting
+    renamed: tuple[str, str] | None = None  # part of transformers 5's names in memory -> that of `names`
 
 
 FAMILIES = {
@@ -199,6 +272,9 @@ FAMILIES = {
             *(f"summary_{n}" for n in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")),
         ),
     ),
+    "mixtral": Family("MixtralForCausalLM", MIXTRAL, MIXTRAL_NAMES, renamed=(".mlp.", ".block_sparse_moe.")),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", QWEN3_MOE, QWEN3_MOE_NAMES),
+    "olmoe": Family("OlmoeForCausalLM", OLMOE, QWEN3_MOE_NAMES, heads_divide_dim=True),
 }
 
 
@@ -208,12 +284,17 @@ FAMILIES = {
 def canonical(cfg: ModelConfig) -> ModelConfig:
     """An equivalent config in canonical form: derived settings filled in, unused ones at their defaults."""
     _, G, K = sizes(cfg.attention, cfg.dim)
-    before, fresh = flat(cfg), flat(ModelConfig())
+    before, fresh, found = flat(cfg), flat(ModelConfig()), places(cfg)
+    mixed = sorted(i for place in found if place.mlp.router != "none" for i in place.layers)
+    dense = next((width(place.mlp, cfg.dim) for place in found if place.mlp.router == "none"), None)
     idle = {setting.name for setting in unread(cfg)}
-    idle |= set() if cfg.attention.qk_norm else {"attention.qk_norm_eps"}
+    idle |= set() if cfg.attention.qk_norm else {"attention.qk_norm_eps", "attention.qk_norm_over"}
     idle |= {n for n, one in {"attention.scale": K**-0.5, "embedding_scale": 1.0}.items() if equal(before[n], one)}
     settings = before | {"attention.kind": fresh["attention.kind"]} | as_pattern(attention_kinds(before))
     settings |= {"attention.num_kv_heads": G, "attention.head_dim": K, "mlp.hidden": width(cfg.mlp, cfg.dim)}
+    settings |= {"mlp.dense_hidden": dense} | (as_every(mixed, cfg.num_layers) or {})
+    if cfg.mlp.router == "softmax_of_chosen":  # the same function
+        settings |= {"mlp.router": "softmax", "mlp.normalise_weights": True}
     return from_flat(settings | {n: fresh[n] for n in idle})
 
 

@@ -1,9 +1,12 @@
 """Tensors of a Hugging Face model folder ("theirs") and minitf's arrays ("ours"); reads files in chunks and writes shards."""
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +15,7 @@ import ml_dtypes  # noqa: F401  NumPy's bfloat16: without it safetensors reads n
 import numpy as np
 
 from minitf.huggingface.families import FAMILIES, Family
-from minitf.model.transformer import ModelConfig, model_params, pattern
+from minitf.model.transformer import ModelConfig, model_params, places
 from minitf.params import Param, named
 from minitf.paths import inside
 
@@ -20,11 +23,11 @@ from minitf.paths import inside
 
 
 class TensorPiece(NamedTuple):
-    """One of our arrays, or one layer of it, inside one of their tensors."""
+    """One of our arrays, or one layer or one layer's expert of it, inside one of their tensors."""
 
     path: str  # e.g. blocks/0/attention/q
-    index: int | None  # in the stack of layers; None: not stacked
-    param: Param  # declaration of one layer
+    index: tuple[int, ...]  # in the stacks of layers and experts; (): not stacked
+    param: Param  # declaration without stacks
 
 
 class Tensor(NamedTuple):
@@ -62,15 +65,20 @@ def as_theirs(a: Any, p: Param, outputs_first: bool) -> Any:
 
 def tensors_of(name: str, cfg: ModelConfig) -> list[Tensor]:
     """All their tensors of a model with the pieces of our arrays that each holds, in layer order."""
-    family, period = FAMILIES[name], len(pattern(cfg))
-    specs = dict(named(model_params(cfg)))
+    family, specs = FAMILIES[name], dict(named(model_params(cfg)))
+    where = {layer: (i, n) for i, place in enumerate(places(cfg)) for n, layer in enumerate(place.layers)}
     found: dict[str, Tensor] = {}
     for path, template in family.names.items():
-        for layer in range(cfg.num_layers) if "{layer}" in template else (None,):
-            full, index = (path, None) if layer is None else (f"blocks/{layer % period}/{path}", layer // period)
+        layers = range(cfg.num_layers) if "{layer}" in template else (None,)
+        experts = range(cfg.mlp.experts) if "{expert}" in template else (None,)
+        for layer, expert in itertools.product(layers, experts):
+            full, index = path, ()
+            if layer is not None:
+                place, n = where[layer]
+                full, index = f"blocks/{place}/{path}", (n,) if expert is None else (n, expert)
             if full not in specs:
                 continue
-            theirs = template.format(layer=layer)
+            theirs = template.format(layer=layer, expert=expert)
             piece = TensorPiece(full, index, dataclasses.replace(specs[full], stack=()))
             before = found[theirs].pieces if theirs in found else ()
             # The head is a torch.nn.Linear even in families whose blocks store [inputs, outputs].
@@ -146,9 +154,39 @@ class Stored(NamedTuple):
     dtype: str
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertSlice:
+    """One expert's rows, from `first` on, of a safetensors slice [E, rows, columns]; readable as a slice of a matrix."""
+
+    values: Any
+    expert: int
+    first: int
+
+    def __getitem__(self, at: tuple[slice, slice]) -> np.ndarray:
+        rows, columns = at
+        rows = slice(self.first + rows.start, self.first + rows.stop)
+        return self.values[self.expert : self.expert + 1, rows, columns][0]
+
+
+def each_expert(name: str, tensor: Stored, family: Family) -> dict[str, Stored]:
+    """The tensor by the family's name. transformers 5 has two tensors per layer in memory, `gate_up_proj` [E, 2F, D] with the gate's
+    rows first, and `down_proj` [E, D, F], and may store them: of these, one per expert and matrix."""
+    name = name.replace(*family.renamed) if family.renamed else name
+    match = re.fullmatch(r".*\.(\d+)\.\w+\.experts\.(gate_up|down)_proj", name)
+    parts = match[2].split("_") if match else []
+    if not match or len(tensor.shape) != 3 or tensor.shape[1] % len(parts):
+        return {name: tensor}
+    (E, rows, columns), found = tensor.shape, {}
+    for e, (i, part) in itertools.product(range(E), enumerate(parts)):
+        theirs = family.names[f"mlp/experts/{part}"].format(layer=match[1], expert=e)
+        height = rows // len(parts)
+        found[theirs] = Stored(ExpertSlice(tensor.values, e, i * height), (height, columns), tensor.dtype)
+    return found
+
+
 @contextlib.contextmanager
 def stored_tensors(folder: Path, family: Family) -> Iterator[dict[str, Stored]]:
-    """All tensors of a folder by name. Adds the family's prefix to names of a folder without it, saved from a headless model."""
+    """All tensors of a folder by the family's names. Adds its prefix to names without it, saved from a headless model."""
     library = safetensors()
     found: dict[str, Stored] = {}
     with contextlib.ExitStack() as stack:
@@ -164,7 +202,11 @@ def stored_tensors(folder: Path, family: Family) -> Iterator[dict[str, Stored]]:
                 found[name] = Stored(values, tuple(values.get_shape()), values.get_dtype())
         if not any(name.startswith(family.prefix) for name in found):
             found = {name if name.startswith("lm_head.") else family.prefix + name: t for name, t in found.items()}
-        yield found
+        parts = [part for name, tensor in found.items() for part in each_expert(name, tensor, family).items()]
+        if len(by_name := dict(parts)) < len(parts):
+            twice = next(name for name, n in collections.Counter(name for name, _ in parts).items() if n > 1)
+            raise ValueError(f"{folder}: has {twice} twice, by itself and in a tensor of all experts")
+        yield by_name
 
 
 SHOWN = 40  # tensors listed in an error message
@@ -198,7 +240,7 @@ def read_tensor(tensor: Tensor, stored: Stored, stacks: dict[str, np.ndarray]) -
     """Copies a tensor, as float32, into our arrays (`stacks`, by path)."""
     column = 0
     for path, index, p in tensor.pieces:
-        ours = as_theirs(stacks[path] if index is None else stacks[path][index], p, tensor.outputs_first)
+        ours = as_theirs(stacks[path][index], p, tensor.outputs_first)
         width = ours.shape[-1]
         for rows in chunks(ours.shape):
             if ours.ndim == 2:
@@ -218,10 +260,7 @@ def same_values(a: Stored, b: Stored) -> bool:
 
 
 def their_tensor(tensor: Tensor, params: dict[str, np.ndarray], dtype: Any) -> np.ndarray:
-    pieces = [
-        as_theirs(params[path] if index is None else params[path][index], p, tensor.outputs_first)
-        for path, index, p in tensor.pieces
-    ]
+    pieces = [as_theirs(params[path][index], p, tensor.outputs_first) for path, index, p in tensor.pieces]
     whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
     # safetensors 0.8 writes an array's memory regardless of strides: a transposed view would be scrambled without an error.
     return np.ascontiguousarray(whole, dtype)

@@ -1,10 +1,11 @@
 """Equivalent settings of config.json and ModelConfig, each pair declared once, for reading and writing."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 REQUIRED = object()
-# Keys of config.json that do not change a forward pass: origin, token ids, dropout rates, sampling, memory.
+# Keys of config.json that do not change a forward pass: origin, token ids, dropout rates, losses, sampling, memory.
 HARMLESS = frozenset(
     "architectures model_type transformers_version _name_or_path name_or_path dtype torch_dtype initializer_range "
     "use_cache bos_token_id eos_token_id pad_token_id unk_token_id return_dict output_attentions "
@@ -12,7 +13,7 @@ HARMLESS = frozenset(
     "cache_implementation attn_implementation _attn_implementation _flash_attn_2_enabled task_specific_params "
     "max_length min_length do_sample num_beams temperature top_k top_p repetition_penalty is_llama_config "
     "transformers.js_config unsloth_version unsloth_fixed predict_special_tokens output_past n_special _num_labels "
-    "_attn_implementation_autoset max_sequence_length".split()
+    "_attn_implementation_autoset max_sequence_length router_aux_loss_coef output_router_logits".split()
 )
 
 
@@ -58,6 +59,18 @@ def same(ours: str, theirs: str, default: Any = REQUIRED) -> FolderSetting:
     return FolderSetting(lambda keys: {ours: keys.get(theirs, default)}, lambda m: {theirs: m[ours]})
 
 
+def one_of_names(ours: str, *theirs: str) -> FolderSetting:
+    """A setting that has had several names, all of which are written; a folder has any of them."""
+
+    def read(keys: Keys) -> dict[str, Any]:
+        found = {name: value for name in theirs if (value := keys.get(name, None)) is not None}
+        if len(set(found.values())) > 1:
+            raise keys.error(", ".join(f"{name}={value}" for name, value in found.items()) + ": differ")
+        return {ours: next(iter(found.values()))} if found else {ours: keys.get(theirs[0])}
+
+    return FolderSetting(read, lambda m: dict.fromkeys(theirs, m[ours]))
+
+
 def choice(ours: str, theirs: str, table: dict[Any, Any], default: Any) -> FolderSetting:
     """A choice with table {their value: our value}; of several values for one of ours, the first is written."""
 
@@ -88,7 +101,7 @@ ROPE = {  # rope_type -> (model.positions, {their key: our setting})
 }
 
 
-def read_rope(keys: Keys) -> dict[str, Any]:
+def read_rope(keys: Keys, base: float) -> dict[str, Any]:
     new, old = keys.get("rope_parameters", None) or {}, keys.get("rope_scaling", None) or {}
     theta = keys.get("rope_theta", None)
     old = {("rope_type" if k == "type" else k): v for k, v in old.items()}
@@ -96,7 +109,7 @@ def read_rope(keys: Keys) -> dict[str, Any]:
     different = [k for k in new if k in old and new[k] != old[k]]
     if different:
         raise keys.error(f"rope_parameters={new} and rope_theta, rope_scaling={old} differ in {', '.join(different)}")
-    both = {"rope_type": "default", "rope_theta": 10_000.0} | new | old
+    both = {"rope_type": "default", "rope_theta": base} | new | old
     rope = Keys(both, "config.json: rope_parameters or rope_scaling")
     positions, names = rope.pick("rope_type", ROPE)
     found = {"positions": positions, "attention.rope_base": rope.get("rope_theta")}
@@ -117,7 +130,9 @@ def write_rope(m: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": scaling | theta, **theta} | ({} if kind == "default" else {"rope_scaling": scaling})
 
 
-ROTARY = FolderSetting(read_rope, write_rope)
+def rotary(base: float) -> FolderSetting:
+    """RoPE; `base`: the default."""
+    return FolderSetting(functools.partial(read_rope, base=base), write_rope)
 
 
 # ---- layers with sliding-window attention
@@ -183,8 +198,8 @@ def write_gemma_layers(m: dict[str, Any]) -> dict[str, Any]:
     return {"layer_types": types_of(m), "sliding_window": m["attention.window"]}
 
 
-def read_mistral_layers(keys: Keys) -> dict[str, Any]:
-    window = keys.get("sliding_window", 4096)
+def read_mistral_layers(keys: Keys, default: int | None = 4096) -> dict[str, Any]:
+    window = keys.get("sliding_window", default)
     return {"attention.kind": "full"} if window is None else {"attention.kind": "sliding", "attention.window": window}
 
 
@@ -192,6 +207,58 @@ def write_mistral_layers(m: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": m["attention.window"] if set(types_of(m)) == {"sliding_attention"} else None}
 
 
+def read_qwen3_moe_layers(keys: Keys) -> dict[str, Any]:
+    if keys.get("use_sliding_window", False):
+        return read_mistral_layers(keys)  # and max_window_layers is refused unless 0: transformers 5 ignores it
+    for unused in ("sliding_window", "max_window_layers"):
+        keys.get(unused, None)
+    return {"attention.kind": "full"}
+
+
+def write_qwen3_moe_layers(m: dict[str, Any]) -> dict[str, Any]:
+    window = write_mistral_layers(m)["sliding_window"]
+    layers = m["num_layers"] if window is None else 0
+    return {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": layers}
+
+
 QWEN_LAYERS = FolderSetting(read_qwen_layers, write_qwen_layers)
 GEMMA_LAYERS = FolderSetting(read_gemma_layers, write_gemma_layers)
 MISTRAL_WINDOW = FolderSetting(read_mistral_layers, write_mistral_layers)
+MIXTRAL_WINDOW = FolderSetting(functools.partial(read_mistral_layers, default=None), write_mistral_layers)
+QWEN3_MOE_LAYERS = FolderSetting(read_qwen3_moe_layers, write_qwen3_moe_layers)
+
+
+# ---- layers with a mixture of experts
+
+
+def as_every(mixed: list[int], num_layers: int) -> dict[str, int] | None:
+    """Settings for mixtures in these layers, from the first that fits; None: no settings express them."""
+    for every in range(1, num_layers + 1):
+        layers = [i for i in range(num_layers) if (i + 1) % every == 0]
+        if mixed and layers[-len(mixed) :] == mixed:
+            return {"mlp.every": every, "mlp.dense_first": mixed[0] if len(layers) > len(mixed) else 0}
+    return None
+
+
+def read_qwen_mixtures(keys: Keys) -> dict[str, Any]:
+    n, every = keys.get("num_hidden_layers"), keys.get("decoder_sparse_step", 1)
+    dense = keys.get("mlp_only_layers", None) or []
+    mixed = [i for i in range(n) if i not in dense and (i + 1) % every == 0]
+    found, width = as_every(mixed, n), keys.get("intermediate_size", None)
+    if found is None:
+        raise keys.error(
+            f"mlp_only_layers={dense}, decoder_sparse_step={every}: mixtures in layers {mixed} of {n}; known: in every n-th "
+            "layer, and in those of them from some layer on"
+        )
+    return found | {"mlp.dense_hidden": None if len(mixed) == n else width}
+
+
+def write_qwen_mixtures(m: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "decoder_sparse_step": m["mlp.every"],
+        "mlp_only_layers": list(range(m["mlp.dense_first"])),
+        "intermediate_size": m["mlp.dense_hidden"] or m["mlp.hidden"],
+    }
+
+
+QWEN_MIXTURES = FolderSetting(read_qwen_mixtures, write_qwen_mixtures)
