@@ -2,10 +2,13 @@ import dataclasses
 
 import pytest
 from common import ROOT
+from hf_models import HUB
 
 from minitf import config
+from minitf.huggingface.families import FREE, canonical, read_config
 from minitf.model.transformer import model_params
 from minitf.params import count_params
+from minitf.settings import flat
 
 FILES = sorted(p.name for p in (ROOT / "configs").glob("*.py"))
 
@@ -29,10 +32,19 @@ def test_every_config_is_valid_and_begins_with_its_command(file):
         ("gpt2_124m.py:original", 124_439_808),
         ("llama3_8b.py", 8_030_261_248),
         ("llama3_70b.py", 70_553_706_496),
+        ("mixtral_8x7b.py", 46_702_792_704),
+        ("qwen3_30b_a3b.py", 30_532_122_624),
     ],
 )
 def test_parameter_counts(file, count):
     assert count_params(model_params(load(file).model))["total"] == count
+
+
+@pytest.mark.parametrize("file", ["mixtral_8x7b.py", "qwen3_30b_a3b.py"])
+def test_configs_of_mixtures_are_those_of_the_hub(file):
+    name = {"mixtral_8x7b.py": "Mixtral-8x7B-v0.1", "qwen3_30b_a3b.py": "Qwen3-30B-A3B"}[file]
+    model, hub = (flat(canonical(m)) for m in (load(file).model, read_config(HUB[name][0])))
+    assert {n for n in hub if model[n] != hub[n]} <= FREE
 
 
 def count_on_65_symbols(cfg):
