@@ -45,9 +45,17 @@ def load(transformers, folder):
     return theirs.eval()
 
 
-def assert_near(a, b):
+def assert_near(a, b, tolerance=TOLERANCE):
     assert np.abs(b).max() > 0.5  # else near 0 would be near
-    assert_close({"logits": a}, {"logits": b}, TOLERANCE)
+    assert_close({"logits": a}, {"logits": b}, tolerance)
+
+
+MIXTURES = [name for name, (_, settings) in THEIRS.items() if "num_experts_per_tok" in settings]
+FAMILIES_OF_MIXTURES = {THEIRS[name][0] for name in MIXTURES}
+
+
+def tolerance_of(family):
+    return 3e-5 if family in FAMILIES_OF_MIXTURES else TOLERANCE
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -56,7 +64,7 @@ def test_imported_models_have_their_logits(name, torch, transformers, tmp_path):
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     import_model(tmp_path / "hf", tmp_path / "w")
-    assert_near(our_logits(tmp_path / "w"), their_logits(theirs))
+    assert_near(our_logits(tmp_path / "w"), their_logits(theirs), tolerance_of(THEIRS[name][0]))
     # And back: the same numbers, under the same names.
     export_model(tmp_path / "w", tmp_path / "again", family=THEIRS[name][0])
     again = load(transformers, tmp_path / "again")
@@ -79,14 +87,11 @@ def test_exported_models_have_our_logits(name, torch, transformers, tmp_path):
     export_model(tmp_path / "run", tmp_path / "hf")
     theirs = load(transformers, tmp_path / "hf")
     assert theirs.config.model_type == family
-    assert_near(their_logits(theirs), our_logits(tmp_path / "run"))
+    assert_near(their_logits(theirs), our_logits(tmp_path / "run"), tolerance_of(family))
     import_model(tmp_path / "hf", tmp_path / "back")
     back = dict(named(load_model(tmp_path / "back").params))
     for path, a in named(params):
         np.testing.assert_array_equal(np.asarray(back[path]), a, err_msg=path)
-
-
-MIXTURES = [name for name, (_, settings) in THEIRS.items() if "num_experts_per_tok" in settings]
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -95,7 +100,7 @@ def test_mixtures_are_read_as_transformers_has_them_in_memory(name, torch, trans
     theirs.save_pretrained(tmp_path / "hf", save_original_format=False)
     assert any(n.endswith(".experts.gate_up_proj") for n in load_file(tmp_path / "hf/model.safetensors"))
     import_model(tmp_path / "hf", tmp_path / "w")
-    assert_near(our_logits(tmp_path / "w"), their_logits(theirs))
+    assert_near(our_logits(tmp_path / "w"), their_logits(theirs), tolerance_of(THEIRS[name][0]))
     with torch.no_grad():  # no choice of experts that rounding could change
         for scores in theirs(torch.tensor(IDS), output_router_logits=True).router_logits:
             best = np.sort(scores.numpy(), axis=-1)[:, ::-1]
