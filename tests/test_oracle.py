@@ -4,9 +4,11 @@ import pytest
 from common import MESHES, change
 
 from minitf.model.attention import ATTENTION
+from minitf.model.grouped import GROUPED
 from minitf.model.kernels import IMPLEMENTATIONS
 from minitf.model.mlp import MLP
 from minitf.model.remat import REMAT
+from minitf.model.routers import ROUTERS
 from minitf.model.transformer import NORMS, POSITIONS
 from minitf.params import SCHEMES
 from minitf.sharding.mesh import COLLECTIVES, MeshConfig
@@ -27,6 +29,8 @@ def test_every_kind_in_every_table_is_a_departure():
     assert {c.model.init for c in rows} == set(SCHEMES)
     assert {c.mesh.collectives for c in rows} == set(COLLECTIVES)
     assert {c.model.attention.implementation for c in rows} == {"auto", *IMPLEMENTATIONS}
+    assert {c.mlp.router for c in configs} == set(ROUTERS)
+    assert {c.model.mlp.grouped for c in rows} == {"auto", *GROUPED} - {"megablox"}  # see test_grouped.py
 
 
 def check(name: str, remat: str, mesh: str) -> None:
@@ -45,10 +49,14 @@ PATHS = ("unroll", "kernel_reference", "accumulation", "loss_chunk")
 POLICIES = [(remat, "2x2x2") for remat in REMAT if remat not in ("products", "full")]
 
 
-# Each departure in one of the two ways here, in the other in the slow suite; neighbours in the table take turns.
-ONCE = [(name, *FAST[i % 2]) for i, name in enumerate(DEPARTURES)]
+# Each departure in one of the two ways here, in the other in the slow suite; neighbours in the table take turns. Of mixtures only two
+# are here, which differ most from the recipe.
+ONE_WAY = [(name, *FAST[i % 2]) for i, name in enumerate(DEPARTURES)]
 OTHER_WAY = [(name, *FAST[1 - i % 2]) for i, name in enumerate(DEPARTURES)]
-
+SLOWLY = [
+    case for case in ONE_WAY if case[0].startswith("experts") and case[0] not in ("experts_every", "experts_shared")
+]
+ONCE = [case for case in ONE_WAY if case not in SLOWLY]
 
 # A quarter of them, of both ways, are the core's.
 CORE = [pytest.param(*case, marks=pytest.mark.core) if i % 8 in (0, 5) else case for i, case in enumerate(ONCE)]
@@ -68,7 +76,8 @@ def test_other_ways_equal_the_reference(name, remat, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "remat", "mesh"),
-    OTHER_WAY
+    SLOWLY
+    + OTHER_WAY
     + [(n, *SLOW[i % len(SLOW)]) for i, n in enumerate(DEPARTURES)]
     + [(n, *case) for n in PATHS for case in FAST + SLOW]
     + [(n, *case) for n in ("base", "geglu", "alternating", "documents") for case in POLICIES],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from minitf.model.grouped import GROUPED
 from minitf.model.mlp import MLP, MlpConfig, gated_params, width
-from minitf.model.routers import ROUTERS, Routing, is_index
+from minitf.model.routers import ROUTERS, Routing, is_index, taken
 from minitf.params import Param, tree_map
 from minitf.sharding.exchange import by_expert
 
@@ -40,59 +41,75 @@ def mlp_params(cfg: MlpConfig, dim: int) -> dict[str, Any]:
     return specs
 
 
-class Sorting(NamedTuple):
-    """Order by expert of N = T k rows, one for each token and expert of it. Rows of other devices' experts come last and are masked:
-    grouped products leave them undefined, and 0 times NaN is NaN."""
+class SortedPairs(NamedTuple):
+    """R pairs of a token and an expert, sorted by expert. Those of other devices' experts come last and are masked: products leave
+    them undefined, and 0 times NaN is NaN."""
 
-    order_N: jax.Array  # token number times k plus place among the token's experts
-    places_Tk: jax.Array  # its inverse
-    own_Tk1: jax.Array  # bool
-
-
-@jax.custom_vjp
-def to_rows(x_TD: jax.Array, by: Sorting) -> jax.Array:
-    """[N, D]: the token of each row. Gradients here and below are reads: scatters are slow on TPUs to compile and to run."""
-    return x_TD[by.order_N // by.own_Tk1.shape[1]]
-
-
-def to_rows_bwd(by, g):
-    return jnp.sum(jnp.where(by.own_Tk1, g[by.places_Tk], 0), axis=1, dtype=jnp.float32).astype(g.dtype), None
-
-
-to_rows.defvjp(lambda x, by: (to_rows(x, by), by), to_rows_bwd)
+    pairs_R: jax.Array  # slot times T plus token
+    places_nkt: jax.Array  # row of each pair, in n parts of t tokens
+    own_nkt1: jax.Array  # bool: whether it is among these rows
 
 
 @jax.custom_vjp
-def from_rows(y_ND: jax.Array, by: Sorting) -> jax.Array:
-    """[T, k, D]: the rows of each token."""
-    return jnp.where(by.own_Tk1, y_ND[by.places_Tk], 0)
+def to_rows(x_TD: jax.Array, by: SortedPairs) -> jax.Array:
+    """[R, D]: the token of each row. Gradients here and below are reads: scatters are slow on TPUs to compile and to run."""
+    return x_TD[by.pairs_R % len(x_TD)]
 
 
-def from_rows_bwd(by, g):
-    return jnp.where(by.own_Tk1, g, 0).reshape(-1, g.shape[-1])[by.order_N], None
+@jax.custom_vjp
+def to_tokens(y_RD: jax.Array, by: SortedPairs) -> jax.Array:
+    """[T, D]: the sum over each token's rows, in float32; one part after the other, to form little at a time."""
+    part = lambda at: jnp.sum(jnp.where(at[1], y_RD[at[0]], 0), axis=0, dtype=jnp.float32).astype(y_RD.dtype)
+    return jax.lax.map(part, by[1:]).reshape(-1, y_RD.shape[1])
 
 
-from_rows.defvjp(lambda y, by: (from_rows(y, by), by), from_rows_bwd)
+to_rows.defvjp(lambda x, by: (to_rows(x, by), by), lambda by, g: (to_tokens(g, by), None))
+to_tokens.defvjp(lambda y, by: (to_tokens(y, by), by), lambda by, g: (to_rows(g, by), None))
 
 
-def own_experts(first, weights, x_BSD, index_BSk, factors_BSk, *, product: Callable, activation: Callable) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def over_chunks(f: Callable, n: jax.Array, fixed: Any, x: Any) -> jax.Array:
+    """The sum of f(i, fixed, x) over i < n. The backward pass computes f anew."""
+    y = jnp.zeros_like(jax.eval_shape(f, 0, fixed, x))
+    return jax.lax.fori_loop(0, n, lambda i, y: y + f(i, fixed, x), y)
+
+
+def over_chunks_bwd(f, kept, g):
+    n, fixed, x = kept
+    one = lambda i, sums: jax.tree.map(jnp.add, sums, jax.vjp(functools.partial(f, i, fixed), x)[1](g)[0])
+    return None, None, jax.lax.fori_loop(0, n, one, jax.tree.map(jnp.zeros_like, x))
+
+
+over_chunks.defvjp(lambda f, *args: (over_chunks(f, *args), args), over_chunks_bwd)
+
+
+def own_experts(first, weights, x_BSD, index_BSk, factors_BSk, *, cfg: MlpConfig) -> jax.Array:
     """The weighted sum over those of each token's experts that these weights are of, numbers `first` and following: [B, S, D] in x's
-    dtype, summed in float32."""
-    E, shape = len(weights["gate"]), (-1, index_BSk.shape[-1])
-    number_Tk = index_BSk.reshape(shape) - first
-    own_Tk = (number_Tk >= 0) & (number_Tk < E)
-    group_N = jnp.where(own_Tk, number_Tk, E).reshape(-1)
-    order = jnp.argsort(group_N, stable=True)
-    by = Sorting(order, jnp.argsort(order).reshape(shape), own_Tk[..., None])
-    sizes_E = jnp.sum(group_N[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+    dtype, summed in float32. A part of the experts: in as many chunks of rows as there are, of 1.25 times the rows of equal use."""
+    E, k, D = len(weights["gate"]), index_BSk.shape[-1], x_BSD.shape[-1]
+    product = GROUPED["blocks" if cfg.grouped == "auto" else cfg.grouped].apply
+    number_kT = index_BSk.reshape(-1, k).T - first
+    group_N = jnp.where((number_kT >= 0) & (number_kT < E), number_kT, E).reshape(-1)
+    order_N = jnp.argsort(group_N, stable=True)
+    ends_E = jnp.cumsum(jnp.sum(group_N[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32))
+    N, parts = len(order_N), cfg.experts // E
+    R = N if parts == 1 else min(N, -(-5 * N // (4 * parts * 512)) * 512)
+    places_nkt = jnp.moveaxis(jnp.argsort(order_N).reshape(k, math.gcd(parts, N // k), -1), 0, 1)
 
-    def projected(name: str, x: jax.Array) -> jax.Array:
-        return checkpoint_name(product(x, weights[name], sizes_E), name)
+    def chunk(i: int | jax.Array, fixed: Any, x: Any) -> jax.Array:
+        (order_N, places_nkt, ends_E), (weights, x_TD, factors_Tk) = fixed, x
+        places, ends_E = places_nkt - i * R, jnp.clip(ends_E - i * R, 0, R)
+        own = (places >= 0) & (places < ends_E[-1])
+        by = SortedPairs(jax.lax.dynamic_slice_in_dim(order_N, i * R, R), places, own[..., None])
+        named = lambda name, x: checkpoint_name(product(x, weights[name], jnp.diff(ends_E, prepend=0)), name)
+        x_RD = to_rows(x_TD, by)
+        factors_R1 = taken(to_rows(factors_Tk, by), (by.pairs_R // len(x_TD))[:, None])
+        h_RF = MLP[cfg.kind].gate(named("gate", x_RD)) * named("up", x_RD) * factors_R1
+        return to_tokens(named("down", h_RF.astype(x_RD.dtype)), by)
 
-    x = to_rows(x_BSD.reshape(-1, x_BSD.shape[-1]), by)
-    y_TkD = from_rows(projected("down", activation(projected("gate", x)) * projected("up", x)), by)
-    y = jnp.sum(y_TkD.astype(jnp.float32) * factors_BSk.reshape(*shape, 1), axis=1)
-    return y.astype(x_BSD.dtype).reshape(x_BSD.shape)
+    fixed = jnp.pad(order_N, (0, -N % R)), places_nkt, ends_E
+    x = weights, x_BSD.reshape(-1, D), factors_BSk.reshape(-1, k)
+    return (chunk(0, fixed, x) if R == N else over_chunks(chunk, -(-ends_E[-1] // R), fixed, x)).reshape(x_BSD.shape)
 
 
 def of_sequence(x_BSE: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
@@ -136,13 +153,11 @@ def mlp(params: Any, x_BSD: jax.Array, cfg: MlpConfig, tokens: Tokens | None) ->
         return MLP[cfg.kind].apply(params, x_BSD, cfg), {}
     logits = jnp.einsum("bsd,de->bse", x_BSD.astype(jnp.float32), params["router"], precision="highest")
     routing = ROUTERS[cfg.router].apply(logits, params.get("router_bias"), cfg)
-    index, factors = (checkpoint_name(a, "router") for a in routing[:2])
-    kind, product = MLP[cfg.kind], GROUPED["blocks" if cfg.grouped == "auto" else cfg.grouped].apply
-    f = functools.partial(own_experts, product=product, activation=kind.gate)
-    y = by_expert(f, params["experts"], mlp_params(cfg, x_BSD.shape[-1])["experts"], x_BSD, index, factors)
+    f, specs = functools.partial(own_experts, cfg=cfg), mlp_params(cfg, x_BSD.shape[-1])["experts"]
+    y = by_expert(f, params["experts"], specs, x_BSD, *routing[:2])
     if cfg.shared:
-        y += kind.apply(params["shared"], x_BSD, cfg)
-    return y, {} if tokens is None else balance_sums(logits, routing._replace(experts=index), tokens)
+        y += MLP[cfg.kind].apply(params["shared"], x_BSD, cfg)
+    return y, {} if tokens is None else balance_sums(logits, routing, tokens)
 
 
 def balanced(bias_E: jax.Array, uses_E: jax.Array, rate: float) -> jax.Array:

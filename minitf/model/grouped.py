@@ -20,14 +20,14 @@ def ragged_product(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax
     return jax.lax.ragged_dot(x_ND, w_EDF.astype(x_ND.dtype), sizes_E, preferred_element_type=x_ND.dtype)
 
 
-TILE = 128  # megablox: rows come in multiples of it
-
-
 def megablox_product(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Tiles are as large as a TPU's scratch memory allows; of fewer rows in small groups, as each group computes tiles of its own."""
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
-    x = jnp.pad(x_ND, ((0, -len(x_ND) % TILE), (0, 0)))
-    tiling = tuple(4 * TILE if n % (4 * TILE) == 0 else TILE for n in (len(x), *w_EDF.shape[1:]))
+    rows, most = max(128, min(512, 1 << (len(x_ND) // (8 * len(w_EDF))).bit_length())), 2048 // x_ND.dtype.itemsize
+    even = lambda n: -(-n // (-(-n // most) * 128)) * 128  # as many tiles as of `most`
+    tiling = lambda _, inputs, outputs: (rows, even(inputs), even(outputs))
+    x = jnp.pad(x_ND, ((0, -len(x_ND) % rows), (0, 0)))
     return gmm(x, w_EDF.astype(x.dtype), sizes_E, x.dtype, tiling, interpret=interpret)[: len(x_ND)]
 
 
@@ -64,18 +64,15 @@ def block_product(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, tran
     return over_blocks(one, zero, len(x_ND), sizes_E)
 
 
-@jax.custom_vjp
-def blocks_product(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return block_product(x_ND, w_EDF, sizes_E)
+blocks_product = jax.custom_vjp(lambda x_ND, w_EDF, sizes_E: block_product(x_ND, w_EDF, sizes_E))
 
 
 def blocks_product_bwd(kept, g):
     x, w, sizes = kept
-    g = g.astype(x.dtype)
 
     def one(dw, e, read, own, first):
-        x_block, dims = jnp.where(own, read(x), 0), (((0,), (0,)), ((), ()))
-        return dw.at[e].add(jax.lax.dot_general(x_block, read(g), dims, preferred_element_type=jnp.float32))
+        x_RD, g_RF = (jnp.where(own, read(a), 0) for a in (x, g))
+        return dw.at[e].add(jnp.einsum("rd,rf->df", x_RD, g_RF, preferred_element_type=jnp.float32))
 
     dw = over_blocks(one, jnp.zeros(w.shape, jnp.float32), len(x), sizes)
     return block_product(g, w, sizes, transposed=True), dw.astype(w.dtype), None

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 
 class Routing(NamedTuple):
@@ -21,13 +22,13 @@ def is_index(scores: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def best(scores: jax.Array, k: int) -> jax.Array:
-    """int32 [..., k]: indices of the k largest of [..., E], largest first; of equal ones the first. `jax.lax.top_k` does the same, but
-    XLA's CPU compiler would all-gather rows that are sharded."""
+    """int32 [..., k]: indices of the k largest of [..., E], largest first; of equal ones the first. (As by `jax.lax.top_k`, for which
+    XLA's CPU compiler would all-gather sharded rows.) Named "router", so that every policy of remat saves it."""
     found = []
     for _ in range(k):
         found.append(jnp.argmax(scores, axis=-1))
         scores = jnp.where(is_index(scores, found[-1]), -jnp.inf, scores)
-    return jnp.stack(found, axis=-1).astype(jnp.int32)
+    return checkpoint_name(jnp.stack(found, axis=-1).astype(jnp.int32), "router")
 
 
 def taken(values: jax.Array, index: jax.Array) -> jax.Array:

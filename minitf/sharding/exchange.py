@@ -16,24 +16,18 @@ EXPERTS, WIDTH = RULES["experts"], RULES["mlp"]
 
 def by_expert(f: Callable[..., jax.Array], weights: Any, specs: Any, *rows: jax.Array) -> jax.Array:
     """The sum over all experts of f(number of the first of a device's experts, their weights, *rows [B, ...]), [B, ...] in f's dtype.
-    weights: gathered by `seams.gather`, as declared by specs.
-
-    Rows are all-gathered along the expert axis and parts reduce-scattered. One device's rows are computed at a time, so that no device
-    needs room for more than without the axis, and again in the backward pass.
-    """
+    weights: gathered by `seams.gather`, as declared by specs. Rows are all-gathered along the expert axis, sums reduce-scattered."""
     spread = rows[0].shape[0] % row_shards() == 0
 
     def local(weights: Any, *rows: jax.Array) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
         n, across = (devices_along(axes, mesh) if is_manual(mesh) else 1 for axes in (EXPERTS, WIDTH))
         first = jax.lax.axis_index(EXPERTS) * len(jax.tree.leaves(weights)[0]) if n > 1 else 0
-        part = lambda *rows: f(first, weights, *rows)
         if n > 1 and spread:
-            one = lambda _, rows: (None, jax.checkpoint(part, prevent_cse=False)(*rows))
-            parts = jax.lax.scan(one, None, [jax.lax.all_gather(r, EXPERTS) for r in rows])[1]
-            y = jax.lax.psum_scatter(parts, EXPERTS)
-        else:  # every device along the axis has all rows
-            y = jax.lax.psum(part(*rows), EXPERTS) if n > 1 else part(*rows)
+            rows = [jax.lax.all_gather(r, EXPERTS, tiled=True) for r in rows]
+        y = f(first, weights, *rows)
+        if n > 1:  # without `spread` every device along the axis has all rows
+            y = jax.lax.psum_scatter(y, EXPERTS, tiled=True) if spread else jax.lax.psum(y, EXPERTS)
         return jax.lax.psum(y, WIDTH) if across > 1 else y
 
     of_rows, layout = P(BATCH) if spread else P(), tree_map(lambda p: partition(p, gathered=True), specs)
