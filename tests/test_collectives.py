@@ -6,16 +6,19 @@ from collections import Counter
 
 import jax
 import pytest
-from common import MESHES, TINY, change, slow
+from common import MESHES, TINY, change, make_mesh, sizes_of_axes, slow
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from minitf import job as job_lib
-from minitf.params import Param
+from minitf.model.experts import mlp, mlp_params
+from minitf.model.mlp import MlpConfig
+from minitf.params import Param, tree_map
 from minitf.plan import hlo
 from minitf.plan.program import abstract_batch, compile_step, job_of
 from minitf.sharding.devices import surroundings
-from minitf.sharding.mesh import BATCH, batch_shards
-from minitf.sharding.rules import RULES
+from minitf.sharding.mesh import BATCH, MeshConfig, batch_sharding, batch_shards
+from minitf.sharding.rules import RULES, partition
 from minitf.sharding.seams import constrain
 
 # Weights are larger than what a row of the batch is reduced to, and each kind of array has a size of its own.
@@ -76,7 +79,8 @@ def sent(job):
     compiled, _ = compile_step(job)
     module = hlo.parse(compiled.as_text())
     run = hlo.runs(module)
-    assert len(run.unknown) <= 1  # the update, which runs at most once
+    if job.cfg.model.mlp.router == "none":  # a mixture's loops over the rows of its experts send nothing
+        assert len(run.unknown) <= 1  # the update, which runs at most once
     found, small = Counter(), 0
     for c in hlo.collectives(module, run, job.mesh.shape):
         for array in hlo.elements(c.instruction.shape):  # the compiler joins several into one
@@ -124,3 +128,42 @@ def test_weights_travel_in_the_compute_dtype_where_the_device_has_it():
     constraints = [line for line in text.splitlines() if "sharding_constraint" in line and f"tensor<{dims}x" in line]
     assert constraints
     assert all(f"tensor<{dims}xbf16>" in line for line in constraints)
+
+
+# ---- mixtures
+
+MIXTURE = MlpConfig(kind="swiglu", hidden=64, router="softmax", experts=16, experts_per_token=2)
+WHOLE = 16 * 16 * 64 * 4  # bytes of one kind of all experts' weights
+
+
+@pytest.mark.parametrize("mesh", slow(["1x1x8x1", "1x2x2x2"], but=["1x2x2x2"]))
+@pytest.mark.parametrize("router", slow(["softmax", "sigmoid"], but=["sigmoid"]))
+def test_a_mixture_gathers_rows_and_scatters_sums_of_its_experts(router, mesh):
+    """Rows, their experts and the weights of these; nothing more to choose experts than to use them."""
+    cfg = dataclasses.replace(MIXTURE, router=router)
+    mesh = make_mesh(mesh)
+    specs = mlp_params(cfg, 16)
+    weights = tree_map(
+        lambda p: jax.ShapeDtypeStruct(
+            p.full_shape, "float32", sharding=NamedSharding(mesh, partition(p, gathered=True))
+        ),
+        specs,
+    )
+    rows = jax.ShapeDtypeStruct((8, 4, 16), "float32", sharding=batch_sharding(mesh))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda w, x: mlp(w, x, cfg, None)[0]).lower(weights, rows).compile()
+    module = hlo.parse(compiled.as_text())
+    found = Counter()
+    for c in hlo.collectives(module, hlo.runs(module), mesh.shape):
+        found[c.kind, c.axes] += c.count * len(hlo.elements(c.instruction.shape))
+    expected = {("all-gather", ("expert",)): 3, ("reduce-scatter", ("expert",)): 1}
+    assert found == expected | ({("all-reduce", ("tensor",)): 1} if mesh.shape["tensor"] > 1 else {})
+
+
+@pytest.mark.parametrize("mesh", slow(["2x1x4x1", "1x2x2x2"], but=["1x2x2x2"]))
+def test_no_step_sends_the_experts_of_other_devices(mesh):
+    sizes = sizes_of_axes(tuple(map(int, mesh.split("x"))))
+    job = job_of(change(TINY, model__mlp=MIXTURE, mesh=MeshConfig(**sizes)), jax.devices())
+    found, _ = sent(job)
+    assert ("all-gather", ("expert",)) in {(kind, axes) for kind, axes, _ in found}
+    assert max(size for _, _, size in found) <= WHOLE // sizes["expert"] // sizes["tensor"]

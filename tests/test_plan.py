@@ -53,7 +53,7 @@ def test_a_plan_adds_up_on_every_generation(kind):
     p = planned(SMALLEST[kind])
     n, count = p["devices"], count_params(model_params(TOY.model))["total"]
     assert n == (8 if kind == "tpu7x" else 4)
-    assert p["mesh"] == {"data": 1, "fsdp": n, "tensor": 1}
+    assert p["mesh"] == {"data": 1, "fsdp": n, "expert": 1, "tensor": 1}
     assert (p["fits"], p["parameters"], p["has_bytes"]) == (True, count, DEVICES[p["device"]].hbm)
 
     m = p["memory"]
@@ -87,7 +87,7 @@ def test_a_plan_adds_up_on_every_generation(kind):
 @needs_compiler
 def test_collectives_by_hand_lie_along_the_factors_of_fsdp():
     p = planned("v5e:2x2", change(TOY, mesh__collectives="manual"))
-    assert set(p["mesh"]) == {"data", "fsdp", "fsdp_inner", "tensor"}
+    assert set(p["mesh"]) == {"data", "fsdp", "fsdp_inner", "expert", "tensor"}
     assert {tuple(c["axes"]) for c in p["collectives"]} >= {("fsdp",), ("fsdp_inner",)}
 
 
@@ -95,10 +95,10 @@ def test_collectives_by_hand_lie_along_the_factors_of_fsdp():
 @pytest.mark.parametrize(
     ("name", "mesh", "inside"),
     [
-        ("v5e:2x2", dict(), (1, 4, 1, 1)),
-        ("2xv5e:2x2", dict(), (1, 4, 1, 1)),
-        ("2xv5e:2x2", dict(data=2), (1, 4, 1, 1)),
-        ("2xv5e:2x2", dict(data=4, tensor=2), (2, 1, 1, 2)),
+        ("v5e:2x2", dict(), (1, 4, 1, 1, 1)),
+        ("2xv5e:2x2", dict(), (1, 4, 1, 1, 1)),
+        ("2xv5e:2x2", dict(data=2), (1, 4, 1, 1, 1)),
+        ("2xv5e:2x2", dict(data=4, tensor=2), (2, 1, 1, 1, 2)),
     ],
 )
 def test_the_mesh_within_a_slice(name, mesh, inside):
@@ -110,7 +110,7 @@ def test_the_mesh_within_a_slice(name, mesh, inside):
 @pytest.mark.slow
 def test_two_slices_share_the_mesh_and_what_goes_across_is_told_apart():
     p = planned("2xv5e:2x2", change(TOY, mesh__data=2, mesh__fsdp=-1))
-    assert (p["devices"], p["slices"], p["mesh"]) == (8, 2, {"data": 2, "fsdp": 4, "tensor": 1})
+    assert (p["devices"], p["slices"], p["mesh"]) == (8, 2, {"data": 2, "fsdp": 4, "expert": 1, "tensor": 1})
     across = [c for c in p["collectives"] if c["across_slices"]]
     assert {c["kind"] for c in across} == {"all-reduce"}  # of gradients over data, which has the slices
     assert {tuple(c["axes"]) for c in p["collectives"] if not c["across_slices"]} == {("fsdp",)}
@@ -274,27 +274,43 @@ def test_flops_of_attention_kernels():
     q, k = "bf16[2,8,64,128]{3,2,1,0}", "bf16[2,2,64,128]{3,2,1,0}"
     call = lambda name: hlo.KernelCall(name, 3, ("s8[1,1]{1,0}", q, k, k), None)
     square = 3 * 2 * 2 * 8 * 64 * 64 * 128  # of three calls, one product
-    flops = lambda *names: [row["flops"] for row in kernel_flops([call(n) for n in names], 0.5)]
+    flops = lambda *names: [row["flops"] for row in kernel_flops([call(n) for n in names], 0.5, 0)]
     assert flops("splash_mha_fwd_residuals", "splash_mha_dkv_no_residuals", "mine") == [square, 2.5 * square, None]
     assert flops("splash_mqa_fwd", "splash_mqa_dkv", "splash_mqa_dq") == [square, 2 * square, 1.5 * square]
 
 
-def test_a_search_cuts_the_batch_until_it_fits_and_doubles_it_while_it_does(monkeypatch):
-    """With a plan that holds a row's worth for each row at a time, times the policy's place in the table."""
+def test_flops_of_grouped_products_are_those_of_the_chosen_rows():
+    """4 experts of 32 x 48, and room for 100 rows."""
+    x, y, w, swapped = (f"bf16[{shape}]{{1,0}}" for shape in ("100,32", "100,48", "4,32,48", "4,48,32"))
+    forms = {"jit(gmm)": (x, w), "transpose(jvp(jit(gmm)))": (x, swapped), "transpose(jvp(jit(tgmm)))": (x, y)}
+    calls = [hlo.KernelCall(name, 3, ("s32[]", "s32[5]{0}", *given), None) for name, given in forms.items()]
+    for rows, multiplied in [(80, 80), (120, 100)]:
+        assert [row["flops"] for row in kernel_flops(calls, 1.0, rows)] == 3 * [3 * 2 * multiplied * 32 * 48]
+
+
+@pytest.fixture
+def _no_compiler(monkeypatch):
+    """A plan that has room for a row or, by its policy, for more; fastest where the experts are in two."""
     rows_at_once = {"none": 1, "full": 99, "dots": 4}
 
     def fake(job, name):
-        at_once = job.cfg.batch_size // job.cfg.accumulation // 2
-        fits = at_once <= rows_at_once.get(job.cfg.model.remat, 2)
-        if job.cfg.model.remat == "offload":
+        cfg, shape = job.cfg, job.mesh.shape
+        at_once = cfg.batch_size // cfg.accumulation // job.mesh.size
+        fits = at_once <= rows_at_once.get(cfg.model.remat, 2)
+        if cfg.model.remat == "offload":
             raise ValueError("the compiler refuses the train step: no such memory")
-        known = {"topology": name, "remat": job.cfg.model.remat, "batch_size": job.cfg.batch_size}
-        time = {"time": {"tokens_per_s": at_once, "step_s": 1.0, "mfu": 0.5}} if fits else {}
-        return known | {"accumulation": job.cfg.accumulation, "fits": fits, "has_bytes": GiB} | time | (
+        known = {"topology": name, "remat": cfg.model.remat, "batch_size": cfg.batch_size, "mesh": shape}
+        rate = at_once / (1 + abs(2 - shape["expert"]))
+        time = {"time": {"tokens_per_s": rate, "step_s": 1.0, "mfu": 0.5}} if fits else {}
+        return known | {"accumulation": cfg.accumulation, "fits": fits, "has_bytes": GiB} | time | (
             {"memory": {"total": GiB / 2}} if fits else {"needs_bytes": 2 * GiB}
         )  # fmt: skip
 
     monkeypatch.setattr("minitf.plan.figures.plan", fake)
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_a_search_cuts_the_batch_until_it_fits_and_doubles_it_while_it_does():
     job = job_of(change(TINY, batch_size=8), jax.devices()[:2])  # four rows a device
     found = list(search(job, "here"))
     tried = lambda remat: [(p["batch_size"], p["accumulation"], p["fits"]) for p in found if p["remat"] == remat]
@@ -304,9 +320,21 @@ def test_a_search_cuts_the_batch_until_it_fits_and_doubles_it_while_it_does(monk
     assert tried("offload") == [(8, 1, False)]
     assert {p["remat"] for p in found} == set(REMAT)
     text = searched(found)
-    assert "most tokens/s: --config.model.remat=full --config.batch_size=32 --config.accumulation=1" in text
+    best = "most tokens/s: --config.model.remat=full --config.batch_size=32 --config.accumulation=1"
+    assert best in text.splitlines()
     assert "refused: the compiler refuses the train step: no such memory" in text
     assert math.isclose(sum("does not fit" in line for line in text.splitlines()), sum(not p["fits"] for p in found))
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_a_search_divides_a_mixture_in_other_ways():
+    mixture = change(TINY, model__mlp__router="softmax", model__mlp__experts=6, model__mlp__experts_per_token=2)
+    found = list(search(job_of(change(mixture, mesh__fsdp=4, mesh__data=2, mesh__expert=1), jax.devices()), "here"))
+    divisions = [(p["mesh"]["fsdp"], p["mesh"]["expert"]) for p in found if "why" not in p]
+    assert set(divisions[:-1]) == {(4, 1)}
+    assert divisions[-1] == (2, 2)  # neither 4, which does not divide 6, nor 3, which does not divide 4
+    assert searched(found).endswith("--config.mesh.fsdp=2 --config.mesh.expert=2\nrefused: the compiler refuses the train step: "
+                                    "no such memory")  # fmt: skip
 
 
 @needs_compiler

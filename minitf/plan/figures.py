@@ -21,11 +21,11 @@ from minitf.plan.program import OutOfMemory, abstract_batch, compile_step
 from minitf.runtime.devices import DEVICES, Device
 from minitf.runtime.terminal import human
 from minitf.sharding.devices import host_count, platform_of
-from minitf.sharding.mesh import batch_shards, mesh_settings
+from minitf.sharding.mesh import batch_shards, mesh_settings, mesh_sizes
 from minitf.training.step import Batch
 
 DOES_NOT_FIT = 1  # exit status; 2: a mistake in settings, as in all commands
-KERNEL_EFFICIENCY = 0.5  # fraction of peak FLOP/s that attention kernels are assumed to reach
+KERNEL_EFFICIENCY = 0.5  # fraction of peak FLOP/s that kernels are assumed to reach
 
 
 # ---- figures of the compiled program
@@ -63,20 +63,26 @@ PRODUCTS |= {"splash_mha_dq": 3, "splash_mqa_dq": 3}
 APART = {"splash_mha_dkv": 4, "splash_mqa_dkv": 4}  # if a separate kernel computes the gradient of the queries
 
 
-def kernel_flops(found: list[hlo.KernelCall], seen: float) -> list[dict[str, Any]]:
+def kernel_flops(found: list[hlo.KernelCall], seen: float, chosen: float) -> list[dict[str, Any]]:
     """The kernels with their FLOPs per step on one device; None for unknown kernels. seen: mean fraction of (query, key) pairs that
-    the mask allows."""
+    the mask allows. chosen: mean number of rows, pairs of a token and an expert, that a grouped product multiplies; it has more, as
+    buffers have room for experts that are used more than others."""
     apart = any("_dq" in k.name for k in found)
     rows = []
     for k in found:
-        name = next((n for n in PRODUCTS if k.name.startswith(n)), None)
-        flops = None
+        name, flops = next((n for n in PRODUCTS if k.name.startswith(n)), None), None
+        floats = [shape for shape in k.operands if re.match(r"b?f\d+\[", shape)]
+        dims = [[int(n) for n in re.search(r"\[([\d,]*)\]", shape)[1].split(",")] for shape in floats[:2]]
         if name is not None:
             products = APART.get(name, PRODUCTS[name]) if apart else PRODUCTS[name]
-            floats = [shape for shape in k.operands if re.match(r"b?f\d+\[", shape)]
-            dims = [[int(n) for n in re.search(r"\[([\d,]*)\]", shape)[1].split(",")] for shape in floats[:2]]
             queries, keys = dims[0], dims[1][-2]  # [..., heads, S, K], [..., T, K]
             flops = k.count * products * 2 * math.prod(queries) * keys * seen
+        elif re.search(r"\bt?gmm\b", k.name):
+            (most, inner), other = (
+                dims  # [rows, D] and weights [experts, D, F] or [experts, F, D]; or, for a gradient, [rows, F]
+            )
+            outer = math.prod(other[1:]) // (inner if len(other) == 3 else 1)
+            flops = k.count * 2 * min(most, chosen) * inner * outer
         rows.append({"name": k.name, "count": k.count, "flops": flops})
     return rows
 
@@ -142,6 +148,7 @@ def plan(job: job_lib.Job, name: str) -> dict[str, Any]:
         "accumulation": cfg.accumulation,
         "seq_len": cfg.seq_len,
         "parameters": count_params(job.specs)["total"],
+        "active_parameters": count_params(job.specs)["active"],
         "tokens_per_step": tokens,
         "flops_per_token": flops_per_token(cfg.model, job.specs, cfg.seq_len),
         "flops_per_token_causal": flops_per_token(cfg.model, job.specs, cfg.seq_len, causal=True),
@@ -179,7 +186,8 @@ def work(module: hlo.Module, run: hlo.Runs, job: job_lib.Job, known: dict[str, A
     dense = flops_per_token(cfg.model, job.specs, 0)  # products with weights
     H, _, K = sizes(cfg.model.attention, cfg.model.dim)
     seen = (known["flops_per_token_causal"] - dense) / (12 * H * K * cfg.model.num_layers * cfg.seq_len)
-    kernels = kernel_flops(hlo.kernels(module, run), seen)
+    rows = known["tokens_per_step"] / cfg.accumulation / batch_shards(job.mesh) * cfg.model.mlp.experts_per_token
+    kernels = kernel_flops(hlo.kernels(module, run), seen, rows)
     costs = hlo.costs(module, run)
     cycles = sum(c.cycles for c in costs)
     exposed = sum(c["exposed_bytes"] for c in collectives)
@@ -197,12 +205,12 @@ def work(module: hlo.Module, run: hlo.Runs, job: job_lib.Job, known: dict[str, A
     }
     if device.clock is not None:
         compute = cycles / device.clock
-        attention = sum(k["flops"] or 0 for k in kernels) / (KERNEL_EFFICIENCY * device.flops)
+        in_kernels = sum(k["flops"] or 0 for k in kernels) / (KERNEL_EFFICIENCY * device.flops)
         sending = exposed / device.ici
-        step = compute + attention + sending
+        step = compute + in_kernels + sending
         result["time"] = {
             "compute_s": compute,
-            "kernels_s": attention,
+            "kernels_s": in_kernels,
             "exposed_s": sending,
             "step_s": step,
             "ideal_s": ideal,
@@ -230,6 +238,8 @@ def assumptions(job: job_lib.Job, device: Device, found: dict[str, Any], unknown
     ]
     if found["kernels"]:
         told.append(f"kernels: FLOPs of the seen part of the attention square at {KERNEL_EFFICIENCY:.0%} of the peak")
+    if job.cfg.model.mlp.router != "none":
+        told.append("mixtures: as if all experts were used equally")
     if others := sorted({k["name"] for k in found["kernels"] if k["flops"] is None}):
         told.append(f"kernels that are not known here take no time: {', '.join(others)}")
     if any(c["across_slices"] for c in found["collectives"]):
@@ -246,38 +256,60 @@ def assumptions(job: job_lib.Job, device: Device, found: dict[str, Any], unknown
 # ---- search over settings
 
 
-def with_settings(job: job_lib.Job, devices: list, remat: str, batch_size: int, accumulation: int) -> job_lib.Job:
-    model = dataclasses.replace(job.cfg.model, remat=remat)
-    cfg = dataclasses.replace(job.cfg, model=model, batch_size=batch_size, accumulation=accumulation)
+def divided(job: job_lib.Job, expert: int) -> dict[str, int]:
+    """Mesh settings with so many shards of the experts, on the same devices of fsdp x expert."""
+    sizes = mesh_sizes(job.mesh)
+    return {"fsdp": sizes["fsdp"] * sizes["expert"] // expert, "expert": expert}
+
+
+def with_settings(
+    job: job_lib.Job, devices: list, expert: int, remat: str, batch_size: int, accumulation: int
+) -> job_lib.Job:
+    model, mesh = dataclasses.replace(job.cfg.model, remat=remat), job.cfg.mesh
+    if expert != job.mesh.shape["expert"]:
+        mesh = dataclasses.replace(mesh, **divided(job, expert))
+    cfg = dataclasses.replace(job.cfg, model=model, mesh=mesh, batch_size=batch_size, accumulation=accumulation)
     return job_lib.design(cfg, job.steps, model.vocab_size, devices)
 
 
 def search(job: job_lib.Job, name: str) -> Iterator[dict[str, Any]]:
     """Yields plans of other settings: for each remat policy, more and more microbatches until the step fits; if it fits with one,
-    larger and larger batches until one does not fit, up to four times the config's."""
-    cfg, devices = job.cfg, list(job.mesh.devices.flat)
+    larger and larger batches until one does not fit, up to four times the config's. For a mixture the best of these, likewise in
+    parts, with other divisions of fsdp x expert between the two."""
+    cfg, devices, own = job.cfg, list(job.mesh.devices.flat), job.mesh.shape["expert"]
     rows = cfg.batch_size // batch_shards(job.mesh)
     parts = [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
+    found: list[dict[str, Any]] = []
 
-    def tried(remat: str, batch_size: int, accumulation: int) -> dict[str, Any]:
+    def tried(expert: int, remat: str, batch_size: int, accumulation: int) -> dict[str, Any]:
         setting = f"model.remat={remat} batch_size={batch_size} accumulation={accumulation}"
-        tell(f"{name}: {setting}")
+        tell(f"{name}: {setting}" + (f" mesh.expert={expert}" if expert != own else ""))
         try:
-            return plan(with_settings(job, devices, remat, batch_size, accumulation), name)
+            found.append(plan(with_settings(job, devices, expert, remat, batch_size, accumulation), name))
         except ValueError as e:
             known = {"topology": name, "remat": remat, "batch_size": batch_size, "accumulation": accumulation}
-            return known | {"fits": False, "why": str(e)}
+            found.append(known | {"mesh": divided(job, expert), "fits": False, "why": str(e)})
+        return found[-1]
+
+    def in_parts(expert: int, remat: str, batch_size: int, first: int = 1) -> Iterator[dict[str, Any]]:
+        for accumulation in parts[parts.index(first) :]:
+            yield tried(expert, remat, batch_size, accumulation)
+            if found[-1]["fits"] or "why" in found[-1]:
+                break
 
     for remat in REMAT:
-        for accumulation in parts:
-            yield (found := tried(remat, cfg.batch_size, accumulation))
-            if found["fits"] or "why" in found:
-                break
-        if found["fits"] and accumulation == 1:
+        yield from in_parts(own, remat, cfg.batch_size)
+        if found[-1]["fits"] and found[-1]["accumulation"] == 1:
             for factor in (2, 4):
-                yield (found := tried(remat, cfg.batch_size * factor, 1))
-                if not found["fits"]:
+                yield tried(own, remat, cfg.batch_size * factor, 1)
+                if not found[-1]["fits"]:
                     break
+    most = 1 if cfg.model.mlp.router == "none" else math.gcd(cfg.model.mlp.experts, divided(job, 1)["fsdp"])
+    if timed := [p for p in found if "time" in p]:
+        best = max(timed, key=lambda p: p["time"]["tokens_per_s"])
+        for expert in range(1, most + 1):
+            if most % expert == 0 and expert != own:
+                yield from in_parts(expert, best["remat"], best["batch_size"], best["accumulation"])
 
 
 # ---- progress

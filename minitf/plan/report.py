@@ -33,9 +33,10 @@ def describe_plan(p: dict[str, Any]) -> str:
     """One plan as lines of text."""
     mesh = ", ".join(f"{axis}={n}" for axis, n in p["mesh"].items())
     across = f" in {p['slices']} slices" if p["slices"] > 1 else ""
+    active = f" ({p['active_parameters']:,} for a token)" if p["active_parameters"] < p["parameters"] else ""
     lines = [
         f"{p['topology']}: {p['devices']} x {p['device']}{across}, mesh {mesh}; attention {p['attention']}, remat {p['remat']}",
-        f"{p['parameters']:,} parameters, {p['batch_size']} x {p['seq_len']} tokens a step in {p['accumulation']} parts",
+        f"{p['parameters']:,} parameters{active}, {p['batch_size']} x {p['seq_len']} tokens a step in {p['accumulation']} parts",
         fits(p),
     ]
     if not p["fits"]:
@@ -71,7 +72,7 @@ def describe_plan(p: dict[str, Any]) -> str:
         t = p["time"]
         rows = [
             ("compute", f"{t['compute_s']:.4g} s", f"{p['cycles']:.4g} cycles"),
-            ("attention kernels", f"{t['kernels_s']:.4g} s", ""),
+            ("kernels", f"{t['kernels_s']:.4g} s", ""),
             ("exposed collectives", f"{t['exposed_s']:.4g} s", ""),
             (
                 "step",
@@ -109,19 +110,24 @@ def comparison(plans: list[dict[str, Any]], first: dict[str, Any]) -> str:
 
 
 SEARCHED = {
-    "remat": lambda p: p["remat"],
+    "model.remat": lambda p: p["remat"],
     "batch_size": lambda p: str(p["batch_size"]),
     "accumulation": lambda p: str(p["accumulation"]),
+}
+DIVIDED = {
+    "mesh.fsdp": lambda p: str(p["mesh"]["fsdp"] * p["mesh"].get("fsdp_inner", 1)),
+    "mesh.expert": lambda p: str(p["mesh"]["expert"]),
 }
 
 
 def searched(plans: list[dict[str, Any]]) -> str:
     """The table of a search, and the settings with the most tokens per second."""
-    text = comparison(plans, SEARCHED)
+    divided = len({p["mesh"]["expert"] for p in plans}) > 1
+    settings = SEARCHED | (DIVIDED if divided else {})
+    text = comparison(plans, settings)
     why = {p["why"] for p in plans if "why" in p}
     timed = [p for p in plans if "time" in p]
     if timed:
         best = max(timed, key=lambda p: p["time"]["tokens_per_s"])
-        flags = {"model.remat": best["remat"], **{n: best[n] for n in ("batch_size", "accumulation")}}
-        text += "\nmost tokens/s: " + " ".join(f"--config.{name}={value}" for name, value in flags.items())
+        text += "\nmost tokens/s: " + " ".join(f"--config.{name}={of(best)}" for name, of in settings.items())
     return "\n".join([text, *(f"refused: {w}" for w in sorted(why))])
