@@ -4,6 +4,7 @@ python -m tools.gpu_check --output gpu_check.json
 python -m tools.gpu_check --tiny
 
 Uses one device. First compares each attention kernel that runs on it, in bfloat16, with the float32 reference, forward and backward.
+Then a mixture's grouped products, beside one dense product of as much work, with ways that are not in the model's table.
 Then measures the real train step, in bfloat16 with 2,048 tokens per row of synthetic data, for each shape and each policy of
 model.remat: tokens/s, MFU, peak memory of the device. Then decoding. Each measurement has its own process, so that one that does
 not fit fails alone and peaks are separate; after --minutes the running measurement is stopped and the others are left out. Exit
@@ -32,6 +33,7 @@ from minitf.data.datasets import DataConfig
 from minitf.job import prepare
 from minitf.model import kernels
 from minitf.model.attention import AttentionConfig
+from minitf.model.grouped import GROUPED
 from minitf.model.kernels import IMPLEMENTATIONS, Mask, Needs, Scores
 from minitf.model.mlp import MlpConfig
 from minitf.model.remat import REMAT
@@ -66,6 +68,7 @@ SHAPES = {  # name -> (model, batch size): widths of GPT-2 small and medium, and
     "1B": (shape(22, 2048, 32, 4, 5632, 32000, False), 8),
 }
 TINY = {"tiny": (shape(2, 32, 4, 2, 64, 64, False), 2)}
+GROUPED_SHAPE, GROUPED_TINY = (16384, 2048, 1024, 32), (256, 32, 64, 4)  # rows, width, hidden width, experts
 SEQ_LEN, TINY_SEQ_LEN = 2048, 128
 # The most informative first, should time run out.
 POLICIES = sorted(REMAT, key=lambda name: name not in ("products", "qkv_context", "full"))
@@ -131,6 +134,62 @@ def correctness(request: dict[str, Any]) -> dict[str, Any]:
     return {"skipped": skipped, "errors": errors, "right": right}
 
 
+def mosaic_product(x_ND: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """JAX's kernel for Hopper GPUs and later, which has no gradient."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    tiles = dict(block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=16)
+    return ragged_dot(x_ND, w_EDF, group_sizes=sizes_E, **tiles)
+
+
+CANDIDATES = {name: (kind.apply, kind.platforms, True) for name, kind in GROUPED.items()}
+CANDIDATES |= {"mosaic": (mosaic_product, ("gpu",), False)}  # name -> (product, platforms, whether it has a gradient)
+
+
+def seconds_of(f: Callable, *args: jax.Array) -> float:
+    """Median of the times of compiled calls."""
+    f = jax.jit(f)
+    jax.block_until_ready(f(*args))
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        jax.block_until_ready(f(*args))
+        times.append(time.perf_counter() - began)
+    return float(np.median(times))
+
+
+def grouped(request: dict[str, Any]) -> dict[str, Any]:
+    """Time of a grouped product, alone and with its gradients, over that of one dense product of as much work; and relative errors of
+    the same results against float32."""
+    product, platforms, has_gradient = CANDIDATES[request["product"]]
+    if (platform := jax.devices()[0].platform) not in platforms:
+        return {"skipped": f"it runs on {' and '.join(platforms)}, this is {platform}"}
+    N, D, F, E = (request[n] for n in ("rows", "dim", "hidden", "experts"))
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (N, D), (E, D, F), (N, F)
+    x, w, g = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys[:3], shapes, strict=True))
+    sizes = jnp.bincount(jax.random.randint(keys[3], (N,), 0, E), length=E).astype(jnp.int32)
+
+    def with_gradients(f: Callable) -> Callable:
+        def both(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+            y, vjp = jax.vjp(f, x, w)
+            return y, *vjp(g)
+
+        return both
+
+    mine, dense = (lambda x, w: product(x, w, sizes)), (lambda x, w: x @ w)
+    found = {"forward": seconds_of(mine, x, w) / seconds_of(dense, x, w[0])}
+    if has_gradient:
+        seconds = seconds_of(with_gradients(mine), x, w, g)
+        found["with_gradients"] = seconds / seconds_of(with_gradients(dense), x, w[0], g)
+    exact = with_gradients(lambda x, w: GROUPED["blocks"].apply(x, w, sizes))
+    expected = jax.jit(exact)(*(a.astype(jnp.float32) for a in (x, w, g)))
+    results = jax.jit(with_gradients(mine))(x, w, g) if has_gradient else [jax.jit(mine)(x, w)]
+    norm = lambda a: float(np.linalg.norm(np.asarray(a, np.float64)))
+    found["errors"] = [norm(a.astype(jnp.float32) - e) / norm(e) for a, e in zip(results, expected, strict=False)]
+    return found
+
+
 def training(request: dict[str, Any]) -> dict[str, Any]:
     bench = start(prepare(config_lib.freeze(request["config"]), jax.devices()[:1]))
     known = facts(bench)
@@ -154,6 +213,7 @@ def decode(request: dict[str, Any]) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "correctness": correctness,
+    "grouped": grouped,
     "training": training,
     "decode": decode,
 }
@@ -167,7 +227,8 @@ def worker() -> None:
         def answer(request: dict[str, Any]) -> dict[str, Any]:
             try:
                 return PARTS[part](request)
-            except (jax.errors.JaxRuntimeError, NotImplementedError) as e:  # out of memory; unsupported on this device
+            # Out of memory; unsupported on this device, or by this JAX.
+            except (jax.errors.JaxRuntimeError, NotImplementedError, ImportError) as e:
                 return {"failed": str(e).splitlines()[0]}
 
         return {"device": device.device_kind}, answer
@@ -201,6 +262,8 @@ def requests(tiny: bool) -> list[tuple[str, str, dict[str, Any]]]:
         for name in list(shapes)[:1]
         for n in (1, 8)
     ]
+    sizes = dict(zip(("rows", "dim", "hidden", "experts"), GROUPED_TINY if tiny else GROUPED_SHAPE, strict=True))
+    found += [(f"experts {name}", "grouped", {"product": name, **sizes}) for name in CANDIDATES if name != "reference"]
     telling = 3 * len(shapes)
     return found + trained[:telling] + decoded + trained[telling:]
 
@@ -219,9 +282,17 @@ def measured_until(until: float, name: str, part: str, request: dict[str, Any]) 
         side.close()
 
 
+PRODUCTS = {"forward": "forward", "with gradients": "with_gradients"}  # name -> figure
+
+
 def line(name: str, found: dict[str, Any]) -> str:
-    if "failed" in found:
-        return f"{name:28} {found['failed']}"
+    if "failed" in found or ("skipped" in found and "right" not in found):
+        return f"{name:28} {found.get('failed') or 'skipped: ' + found['skipped']}"
+    if "forward" in found:
+        times = [f"{what} {found[key]:.2f}" for what, key in PRODUCTS.items() if key in found]
+        return f"{name:28} times a dense product: {', '.join(times)}; errors " + " ".join(
+            f"{what} {e:.1e}" for what, e in zip(("y", "dx", "dw"), found["errors"], strict=False)
+        )
     if "errors" in found:
         rows = [
             f"  {n:10} {case:24} {'right' if found['right'][n] else 'WRONG':6} "
