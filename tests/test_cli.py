@@ -229,7 +229,7 @@ def test_config_json_holds_the_resolved_settings(finished):
 
 def test_run_says_what_it_runs_on(finished):
     for words in (
-        "devices: 8 x cpu, mesh data=1, fsdp=8, tensor=1",
+        "devices: 8 x cpu, mesh data=1, fsdp=8, expert=1, tensor=1",
         "data text: 1,800 bytes, sha256 ",
         "model.attention.implementation=auto",
         "blocks/0/attention/q",
@@ -465,11 +465,11 @@ def test_refusal_names_the_setting_too(overrides, setting, refused):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("mesh.data=3", "mesh.data=3, mesh.fsdp=-1, mesh.tensor=1: 8 devices are not divisible by 3"),
-        ("mesh.data=3 mesh.fsdp=1", "mesh.data=3, mesh.fsdp=1, mesh.tensor=1: the product is 3, but there are 8 "),
-        ("mesh.data=16", "mesh.data=16, mesh.fsdp=-1, mesh.tensor=1: 8 devices are not divisible by 16"),
-        ("mesh.data=16 mesh.fsdp=1", "mesh.data=16, mesh.fsdp=1, mesh.tensor=1: the product is 16, but "),
-        ("mesh.data=-1", "mesh.data=-1, mesh.fsdp=-1, mesh.tensor=1: at most one axis may be -1"),
+        ("mesh.data=3", "mesh.data=3, mesh.fsdp=-1, mesh.expert=1, mesh.tensor=1: 8 devices are not divisible by 3"),
+        ("mesh.data=3 mesh.fsdp=1", "mesh.data=3, mesh.fsdp=1, mesh.expert=1, mesh.tensor=1: the product is 3, but there are 8 "),
+        ("mesh.data=16", "mesh.data=16, mesh.fsdp=-1, mesh.expert=1, mesh.tensor=1: 8 devices are not divisible by 16"),
+        ("mesh.data=16 mesh.fsdp=1", "mesh.data=16, mesh.fsdp=1, mesh.expert=1, mesh.tensor=1: the product is 16, but "),
+        ("mesh.data=-1", "mesh.data=-1, mesh.fsdp=-1, mesh.expert=1, mesh.tensor=1: at most one axis may be -1"),
     ],
 )  # fmt: skip
 def test_mesh_that_does_not_use_every_device_is_refused(overrides, message, refused):
@@ -479,7 +479,7 @@ def test_mesh_that_does_not_use_every_device_is_refused(overrides, message, refu
 def test_the_rest_is_filled_and_the_global_batch_stays(cli):
     ended = cli("--config.mesh.data=-1", "--config.mesh.fsdp=1", "--config.mesh.tensor=2", "--config.steps=0")
     assert ended.status == 0
-    assert "mesh data=4, fsdp=1, tensor=2" in ended.out
+    assert "mesh data=4, fsdp=1, expert=1, tensor=2" in ended.out
     assert "training for 0 steps of 8 x 16 tokens" in ended.out
 
 

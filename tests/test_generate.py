@@ -114,7 +114,7 @@ def test_without_a_number_the_text_fills_what_the_model_tells_apart(said):
         (["--prompts", "/nowhere/p.txt"], "--prompts /nowhere/p.txt: No such file or directory"),
         (["--prompts", "-"], "--prompts -: holds no prompt"),
         (["--prompt", "a", "--step", "3"], "no checkpoint of step 3; there are those of [4]"),
-        (["--prompt", "a", "--mesh.tensor", "3", "--mesh.data", "1"], "mesh.data=1, mesh.fsdp=1, mesh.tensor=3: the product is 3"),
+        (["--prompt", "a", "--mesh.tensor", "3", "--mesh.data", "1"], "mesh.expert=1, mesh.tensor=3: the product is 3"),
     ],
 )  # fmt: skip
 def test_mistakes_end_in_one_message_before_anything_is_written(arguments, message, said):

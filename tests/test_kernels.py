@@ -119,7 +119,7 @@ class Tpu:
 def test_the_kernel_of_a_step_follows_the_devices_of_its_mesh():
     cfg = change(TINY, seq_len=256, model__max_seq_len=256)
     here = make_mesh("1")
-    there = jax.sharding.Mesh(np.array([[[[Tpu()]]]]), tuple(AXES))
+    there = jax.sharding.Mesh(np.array([Tpu()]).reshape([1] * len(AXES)), tuple(AXES))
     assert job_lib.implementation(cfg, here) == "blocked"
     assert job_lib.implementation(cfg, there) == "splash"
     dropping = change(cfg, model__dropout=0.1)

@@ -21,7 +21,7 @@ from minitf.data.tokenizer_files import TOKENIZERS
 from minitf.model.transformer import model
 from minitf.sharding.mesh import batch_sharding
 from minitf.training import evaluation
-from minitf.training import step as step_lib
+from minitf.training.evaluation import eval_step
 
 TEXT = "Ein Text mit Umlauten: äöü, € und 😀.\r\n" * 20
 
@@ -281,7 +281,7 @@ def test_evaluation_loss_is_the_same_for_every_batch_size():
             inputs, targets = ids[i : min(i + 8, 34)], ids[i + 1 : i + 9]
             logp = np.asarray(jax.nn.log_softmax(logits(params, inputs[None])[0]), np.float64)
             total -= sum(logp[t, target] for t, target in enumerate(targets))
-        step = jax.jit(functools.partial(step_lib.eval_step, byte_lengths=None, cfg=cfg))
+        step = jax.jit(functools.partial(eval_step, byte_lengths=None, cfg=cfg))
         for batch_size in (2, 3, 4, 5, 8):
             rows = evaluation_rows(Store("ids", ids, 64), 8, cfg.data, batch_size, None)
             layout = batch_sharding(make_mesh("1"))

@@ -85,7 +85,7 @@ def test_several_processes_train_as_one(n, devices, meshes, corpus, alone, tmp_p
         assert "parameters" not in told[i]
         assert "loss" not in told[i]
     if "hybrid" in meshes:
-        assert "mesh data=4, fsdp=2, tensor=1; across 4 hosts: data=4" in told[0]
+        assert "mesh data=4, fsdp=2, expert=1, tensor=1; across 4 hosts: data=4" in told[0]
 
 
 # ---- stopped, killed, resumed
@@ -184,15 +184,17 @@ def test_what_one_process_cannot_read_no_process_restores(corpus, tmp_path):
 def test_what_does_not_fit_ends_all_processes_with_one_message(corpus, tmp_path):
     cfg = configured(corpus)
     commands = {
-        "mesh.data=3, mesh.fsdp=1, mesh.tensor=1: the product is 3, but there are 4 devices": dict(
+        "mesh.data=3, mesh.fsdp=1, mesh.expert=1, mesh.tensor=1: the product is 3, but there are 4 devices": dict(
             mesh__data=3, mesh__fsdp=1
         ),
-        "mesh.data=16, mesh.fsdp=1, mesh.tensor=1: the product is 16, but": dict(mesh__data=16, mesh__fsdp=1),
+        "mesh.data=16, mesh.fsdp=1, mesh.expert=1, mesh.tensor=1: the product is 16, but": dict(
+            mesh__data=16, mesh__fsdp=1
+        ),
         "batch_size=6: not divisible by accumulation=1 times the 4 devices": dict(batch_size=6, accumulation=1),
         "blocks/0/attention/k: axis 'kv_heads' has size 2, not divisible by mesh axis 'tensor' of size 4": dict(
             mesh__tensor=4, model__attention__num_kv_heads=2
         ),
-        "mesh.dcn_data=2, mesh.dcn_fsdp=1, mesh.dcn_tensor=1: the product is 2, but there are 1 hosts": dict(
+        "mesh.dcn_data=2, mesh.dcn_fsdp=1, mesh.dcn_expert=1, mesh.dcn_tensor=1: the product is 2, but there are 1 hosts": dict(
             mesh__dcn_data=2
         ),
     }

@@ -329,13 +329,17 @@ def on_eight(corpus, tmp_path_factory):
     return cfg, workdir.parent / "at5", workdir
 
 
-BY_HAND = MeshConfig(2, 4, 1, collectives="manual", fsdp_inner=2)
-SMALLER = (MeshConfig(1, 1, 1), MeshConfig(1, 2, 1), MeshConfig(2, 2, 1))
+BY_HAND = MeshConfig(data=2, fsdp=4, tensor=1, collectives="manual", fsdp_inner=2)
+SMALLER = (
+    MeshConfig(data=1, fsdp=1, tensor=1),
+    MeshConfig(data=1, fsdp=2, tensor=1),
+    MeshConfig(data=2, fsdp=2, tensor=1),
+)
 
 
 @pytest.mark.parametrize(
     "mesh",
-    [MeshConfig(2, 2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in (BY_HAND, *SMALLER))],
+    [MeshConfig(data=2, fsdp=2, tensor=2), *(pytest.param(m, marks=pytest.mark.slow) for m in (BY_HAND, *SMALLER))],
     ids=lambda m: f"{m.data}x{m.fsdp}x{m.tensor}-{m.collectives}",
 )
 def test_saved_on_eight_devices_goes_on_on_others(on_eight, tmp_path, mesh):

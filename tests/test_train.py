@@ -19,7 +19,7 @@ from minitf.params import group_of, init_params, named
 from minitf.runtime.writer import MetricWriter
 from minitf.sharding.mesh import batch_sharding
 from minitf.training import evaluation
-from minitf.training import step as step_lib
+from minitf.training.evaluation import eval_step
 from minitf.workdir import differences
 
 
@@ -214,7 +214,7 @@ def test_evaluation_counts_bits_per_byte_of_the_text(corpus):
 
     lengths = np.asarray(job.corpora[0].tokenizer.byte_lengths)
     with jax.set_mesh(job.mesh):
-        step = jax.jit(functools.partial(step_lib.eval_step, byte_lengths=jax.numpy.asarray(lengths), cfg=job.cfg))
+        step = jax.jit(functools.partial(eval_step, byte_lengths=jax.numpy.asarray(lengths), cfg=job.cfg))
         data = pipeline.evaluation_rows(job.corpora[0].val, 16, job.cfg.data, 8, None)
         batches = pipeline.batches(data, 8, batch_sharding(job.mesh), job.cfg.data)
         values = evaluation.evaluate(step, params, {"": batches})
