@@ -1,7 +1,7 @@
 """Every single-choice departure from one recipe equals the plain model: logits, gradients, a three-step loss curve."""
 
 import pytest
-from common import MESHES, change
+from common import MESHES, change, sizes_of_axes
 
 from minitf.model.attention import ATTENTION
 from minitf.model.grouped import GROUPED
@@ -34,7 +34,7 @@ def test_every_kind_in_every_table_is_a_departure():
 
 
 def check(name: str, remat: str, mesh: str) -> None:
-    cfg = change(departure(name), model__remat=remat, mesh=MeshConfig(*MESHES[mesh]))
+    cfg = change(departure(name), model__remat=remat, mesh=MeshConfig(**sizes_of_axes(MESHES[mesh])))
     truth = parity.expected(cfg, steps=STEPS)
     assert abs(truth.logits).max() > 0.1
     assert truth.losses[-1] < truth.losses[0]

@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from common import MESHES, TINY, change, slow
+from common import MESHES, TINY, change, sizes_of_axes, slow
 
 from minitf import job as job_lib
 from minitf.model.transformer import model_params
@@ -86,7 +86,7 @@ def test_every_array_has_its_own_key():
 @functools.cache
 def first_state(mesh: str):
     """What a run starts from, through the program that a run compiles."""
-    cfg = change(TINY, model__attention__num_kv_heads=4, mesh=MeshConfig(*MESHES[mesh]))
+    cfg = change(TINY, model__attention__num_kv_heads=4, mesh=MeshConfig(**sizes_of_axes(MESHES[mesh])))
     job = job_lib.prepare(cfg, jax.devices()[: math.prod(MESHES[mesh])])
     with surroundings(job.mesh, job.cfg.model.dtype):
         return jax.tree.map(np.asarray, job_lib.program(job).init(jax.random.key(3)))
