@@ -121,7 +121,7 @@ def test_bfloat16_is_as_near_as_its_rounding():
 
 @pytest.mark.parametrize(
     "mesh",
-    [MeshConfig(2, 4, fsdp_inner=2), pytest.param(MeshConfig(8, 1), marks=pytest.mark.slow)],
+    [MeshConfig(data=2, fsdp=4, fsdp_inner=2), pytest.param(MeshConfig(data=8, fsdp=1), marks=pytest.mark.slow)],
     ids=["2x4x1", "8x1x1"],
 )
 def test_training_is_the_same(mesh):

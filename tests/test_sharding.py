@@ -28,7 +28,7 @@ pytestmark = pytest.mark.core
         (MeshConfig(), (1, 8, 1)),
         (MeshConfig(data=-1, fsdp=1), (8, 1, 1)),
         (MeshConfig(tensor=2), (1, 4, 2)),
-        (MeshConfig(2, 2, 1, 2), (2, 2, 2)),
+        (MeshConfig(data=2, fsdp=2, tensor=2), (2, 2, 2)),
         (MeshConfig(fsdp=2, expert=-1), (1, 2, 4, 1)),
         (MeshConfig(data=-1, fsdp=1, tensor=2), (4, 1, 2)),
     ],

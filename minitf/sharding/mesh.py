@@ -34,7 +34,7 @@ SIZE = dict(at_least=1, also={-1: "the devices that the others leave"}, may_chan
 DCN = dict(at_least=1, also={-1: "the hosts that the others leave"}, may_change=True)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)  # positions would shift with a new axis
 class MeshConfig:
     data: int = setting(1, "replicas of the parameters", **SIZE)
     fsdp: int = setting(-1, "shards of the parameters' width and of the batch", **SIZE)
