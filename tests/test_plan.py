@@ -91,6 +91,36 @@ def test_collectives_by_hand_lie_along_the_factors_of_fsdp():
     assert {tuple(c["axes"]) for c in p["collectives"]} >= {("fsdp",), ("fsdp_inner",)}
 
 
+MIXTURE = change(
+    TOY,
+    batch_size=64,  # enough rows for more than one chunk
+    model__num_layers=2,
+    model__mlp__router="sigmoid",
+    model__mlp__experts=8,
+    model__mlp__experts_per_token=2,
+    mesh__fsdp=2,
+    mesh__expert=4,
+)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "collectives"), [("v5e:2x4", "auto"), ("v5p:2x2x2", "manual"), ("v6e:2x4", "auto")])
+def test_the_plan_of_a_mixture_counts_the_chosen_experts_and_what_is_exchanged(name, collectives):
+    p = planned(name, change(MIXTURE, mesh__collectives=collectives))
+    assert p["fits"]
+    assert p["mesh"]["expert"] == 4
+    products = [k for k in p["kernels"] if "gmm" in k["name"]]
+    rows, product = 64 * 16 // 8 * 2, 2 * 16 * 32  # pairs of a token and an expert on a device; FLOPs of one
+    # Three products a layer: forward, and for the gradients of rows and weights; gate and up again in the backward pass.
+    assert sum(k["flops"] for k in products) == 2 * (3 + 2 + 6) * rows * product
+    sent = {(c["kind"], tuple(c["axes"])): c["count"] for c in p["collectives"]}
+    assert sent["all-gather", ("expert",)] >= 2 * 3
+    assert sent["reduce-scatter", ("expert",)] >= 2
+    assert p["active_parameters"] == p["parameters"] - 2 * 6 * 3 * 16 * 32
+    assert f"({p['active_parameters']:,} for a token)" in describe_plan(p)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "mesh", "inside"),
