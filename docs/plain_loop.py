@@ -23,7 +23,7 @@ from minitf.training.step import train_step
 class Task(NamedTuple):
     model: ModelConfig
     loss: LossConfig = LossConfig()
-    mesh: MeshConfig = MeshConfig(1, 1, 1)
+    mesh: MeshConfig = MeshConfig()
     accumulation: int = 1
     seed: int = 0
 
@@ -31,7 +31,7 @@ class Task(NamedTuple):
 def train(steps: int = 1000):
     sizes = dict(vocab_size=32, max_seq_len=16, dim=64, num_layers=2, positions="learned")
     model = ModelConfig(**sizes, attention=AttentionConfig(num_heads=4), mlp=MlpConfig(kind="gelu"))
-    mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     task = Task(with_best_kernels(model, mesh, length=16))
     update = OptimizerConfig("sgd", learning_rate=1e-3, schedule="constant", weight_decay=0.0, clip_norm=None)
     specs, schedule = model_params(task.model), make_schedule(update, steps)

@@ -10,7 +10,7 @@ import pytest
 from common import TINY, change, make_mesh, random_params
 
 from minitf.model.transformer import model_params
-from minitf.params import named
+from minitf.params import named, weights_of
 from minitf.sharding.devices import surroundings
 from minitf.sharding.mesh import batch_sharding
 from minitf.sharding.rules import shardings
@@ -39,6 +39,19 @@ EVERYTHING = change(
 MODELS = {
     "own head": EVERYTHING,
     "tied": change(EVERYTHING, model__tie_embeddings=True, model__norm="rms_norm", model__mlp__kind="gelu"),
+    # Experts, a shared one, a router and its losses of balance, behind a dense layer.
+    "mixture": change(
+        EVERYTHING,
+        loss__balance=0.1,
+        loss__router_z=1e-2,
+        model__num_layers=2,
+        model__mlp__bias=False,
+        model__mlp__router="sigmoid",
+        model__mlp__experts=8,
+        model__mlp__hidden=16,
+        model__mlp__shared=1,
+        model__mlp__dense_first=1,
+    ),
 }
 COMMON = {"text": 0.0, "one id": 0.9}  # share of places that hold one id, whatever else is there
 
@@ -69,7 +82,8 @@ def gradient(cfg, batch, mesh=None) -> dict[str, np.ndarray]:
         params = jax.device_put(random_params(cfg.model), shardings(model_params(cfg.model), mesh))
         batch = jax.device_put(batch, batch_sharding(mesh))
         _, grads = gradients(cfg, mesh)[1](params, batch)
-    return {name: np.asarray(g, np.float64) for name, g in named(grads)}
+    weights = weights_of(model_params(cfg.model), grads)  # a router's bias has none
+    return {name: np.asarray(g, np.float64) for name, g in named(weights)}
 
 
 @functools.cache

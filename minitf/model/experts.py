@@ -84,8 +84,8 @@ over_chunks.defvjp(lambda f, *args: (over_chunks(f, *args), args), over_chunks_b
 
 
 def own_experts(first, weights, x_BSD, index_BSk, factors_BSk, *, cfg: MlpConfig) -> jax.Array:
-    """The weighted sum over those of each token's experts that these weights are of, numbers `first` and following: [B, S, D] in x's
-    dtype, summed in float32. A part of the experts: in as many chunks of rows as there are, of 1.25 times the rows of equal use."""
+    """The weighted sum over those of each token's experts whose weights these are, numbers `first` and following: [B, S, D] in x's
+    dtype, summed in float32. A part of the experts computes in chunks of 1.25 times its rows at equal use, as many as it has."""
     E, k, D = len(weights["gate"]), index_BSk.shape[-1], x_BSD.shape[-1]
     product = GROUPED["blocks" if cfg.grouped == "auto" else cfg.grouped].apply
     number_kT = index_BSk.reshape(-1, k).T - first
@@ -104,6 +104,7 @@ def own_experts(first, weights, x_BSD, index_BSk, factors_BSk, *, cfg: MlpConfig
         named = lambda name, x: checkpoint_name(product(x, weights[name], jnp.diff(ends_E, prepend=0)), name)
         x_RD = to_rows(x_TD, by)
         factors_R1 = taken(to_rows(factors_Tk, by), (by.pairs_R // len(x_TD))[:, None])
+        # Factors multiply the last product's input: for their gradient its output would have to be kept.
         h_RF = MLP[cfg.kind].gate(named("gate", x_RD)) * named("up", x_RD) * factors_R1
         return to_tokens(named("down", h_RF.astype(x_RD.dtype)), by)
 
