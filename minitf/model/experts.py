@@ -104,8 +104,7 @@ def own_experts(first, weights, x_BSD, index_BSk, factors_BSk, *, cfg: MlpConfig
         named = lambda name, x: checkpoint_name(product(x, weights[name], jnp.diff(ends_E, prepend=0)), name)
         x_RD = to_rows(x_TD, by)
         factors_R1 = taken(to_rows(factors_Tk, by), (by.pairs_R // len(x_TD))[:, None])
-        # Factors multiply the last product's input: for their gradient its output would have to be kept.
-        h_RF = MLP[cfg.kind].gate(named("gate", x_RD)) * named("up", x_RD) * factors_R1
+        h_RF = MLP[cfg.kind].gate(named("gate", x_RD)) * named("up", x_RD) * factors_R1  # else down's output is kept
         return to_tokens(named("down", h_RF.astype(x_RD.dtype)), by)
 
     fixed = jnp.pad(order_N, (0, -N % R)), places_nkt, ends_E
