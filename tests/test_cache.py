@@ -7,6 +7,7 @@ import pytest
 from common import TINY, change, make_mesh, random_params, slow
 
 from minitf.model.attention import ATTENTION, slot_times
+from minitf.model.mlp import MlpConfig
 from minitf.model.transformer import POSITIONS, hidden, logits, model, new_cache
 
 LENGTHS = (3, 9, 1, 9)  # of prompts, one a row
@@ -77,7 +78,13 @@ def test_decoding_equals_the_whole_forward(kind, positions):
         )
 
 
-@pytest.mark.parametrize("changes", [dict(model__attention__softcap=3.0), dict(model__attention__bias="qkvo")])
+EXPERTS = MlpConfig(kind="swiglu", hidden=8, router="sigmoid", experts=8, shared=1, dense_first=1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(model__attention__softcap=3.0), dict(model__attention__bias="qkvo"), dict(model__mlp=EXPERTS)],
+)
 def test_decoding_equals_the_whole_forward_with_other_settings(changes):
     cfg = configured(**changes)
     params = random_params(cfg)

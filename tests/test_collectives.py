@@ -160,7 +160,7 @@ def test_a_mixture_gathers_rows_and_scatters_sums_of_its_experts(router, mesh):
     assert found == expected | ({("all-reduce", ("tensor",)): 1} if mesh.shape["tensor"] > 1 else {})
 
 
-@pytest.mark.parametrize("mesh", slow(["2x1x4x1", "1x2x2x2"], but=["1x2x2x2"]))
+@pytest.mark.parametrize("mesh", slow(["2x1x4x1", "1x2x2x2"]))
 def test_no_step_sends_the_experts_of_other_devices(mesh):
     sizes = sizes_of_axes(tuple(map(int, mesh.split("x"))))
     job = job_of(change(TINY, model__mlp=MIXTURE, mesh=MeshConfig(**sizes)), jax.devices())

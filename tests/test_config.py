@@ -123,6 +123,7 @@ def test_value_of_a_wrong_type_is_refused(stored, message):
 
 # ---- validate
 
+MIXTURE, SIGMOID = ("model.mlp.router=softmax", "model.mlp.router=sigmoid")
 WSD = "optimizer.schedule=warmup_stable_decay"
 TEXT = "data.kind=text data.path=x"
 
@@ -167,7 +168,19 @@ REFUSED = [
     ("mesh.collectives=manual mesh.dcn_tensor=-1", "not mesh.tensor=1, mesh.dcn_tensor=-1; set both to 1"),
     ("data.path=x.txt", "data.path='x.txt' has no effect with synthetic; it is read by text, parquet"),
     (f"{TEXT} data.eos_id=3", "data.eos_id=3 has no effect with text; it is read by tokens"),
-    # data
+    # mixtures of experts
+    ("model.mlp.experts=4", "model.mlp.experts=4 has no effect with none; it is read by softmax, softmax_of_chosen, sigmoid"),
+    ("loss.balance=0.1", "loss.balance=0.1 has no effect with model.mlp.router=none"),
+    (f"{MIXTURE} loss.bias_rate=0.1", "loss.bias_rate=0.1 has no effect with model.mlp.router=softmax"),
+    (f"{MIXTURE} model.mlp.groups=2", "model.mlp.groups=2 has no effect with softmax; it is read by sigmoid"),
+    (f"{MIXTURE} model.mlp.kind=gelu", "model.mlp.kind=gelu: experts are MLPs with a gate (model.mlp.router=softmax): "),
+    (f"{MIXTURE} model.mlp.bias=True", "model.mlp.bias=True: experts have no biases"),
+    (f"{MIXTURE} model.mlp.experts_per_token=9", "model.mlp.experts_per_token=9: there are model.mlp.experts=8"),
+    (f"{SIGMOID} model.mlp.groups=3", "model.mlp.experts=8: not divisible by model.mlp.groups=3"),
+    (f"{SIGMOID} model.mlp.groups_per_token=2", "model.mlp.groups_per_token=2: there are model.mlp.groups=1"),
+    (f"{SIGMOID} model.mlp.groups=8", "model.mlp.groups_per_token=1 of model.mlp.groups=8 groups have 1 experts"),
+    (f"{MIXTURE} model.mlp.dense_first=2", "none of model.num_layers=2 layers has a mixture with model.mlp.dense_first=2"),
+    (f"{MIXTURE} model.mlp.dense_hidden=8", "model.mlp.dense_hidden=8 has no effect where every layer has a mixture"),
     # schedules
     ("optimizer.warmup_steps=4", "optimizer.warmup_steps=4: longer than the run of 3 steps"),
     ("profile=2,3", "profile=2,3: ends with step 4, and the run has 3"),
@@ -221,6 +234,9 @@ def test_validate_refuses(overrides, message):
         "mesh.collectives=manual mesh.dcn_data=-1 mesh.fsdp_inner=1",
         "model.pattern=full,sliding model.attention.window=8",
         "optimizer.kind=sgd optimizer.momentum=0.9",
+        f"{MIXTURE} model.mlp.experts_per_token=8",
+        f"{MIXTURE} model.mlp.dense_first=1 model.mlp.dense_hidden=8",
+        f"{SIGMOID} model.mlp.groups=4 loss.bias_rate=0.0",
         "profile=1,3",
         "profile=3,1",
         "compiler_options.tpu=xla_a=1,xla_b=true",

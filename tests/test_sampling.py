@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from minitf import checks
 from minitf.data.frame import in_rows, of_tokenizer
 from minitf.data.tokenizer import ByteTokenizer, CharTokenizer
+from minitf.model.mlp import MlpConfig
 from minitf.model.transformer import model
 from minitf.params import named
 from minitf.sampling import Sampler, Sampling, bucket, draw, prepared
@@ -24,14 +25,17 @@ CFG = change(TINY, model__max_seq_len=64, model__pattern=("sliding", "full"), mo
 PROMPTS = [np.array(ids) for ids in ([3, 1], [9, 8, 7, 6, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9])]
 
 
+MIXTURE = change(CFG, mlp=MlpConfig(kind="swiglu", hidden=8, router="softmax"))
+
+
 @functools.cache
-def made(known=None, end=None, mesh="1"):
-    return Sampler(CFG, make_mesh(mesh), known, () if end is None else (end,)), random_params(CFG)
+def made(known=None, end=None, mesh="1", cfg=CFG):
+    return Sampler(cfg, make_mesh(mesh), known, () if end is None else (end,)), random_params(cfg)
 
 
-def ids_of(prompts, n, sampling=GREEDY, *, known=None, end=None, mesh="1", **keywords):
+def ids_of(prompts, n, sampling=GREEDY, *, known=None, end=None, mesh="1", cfg=CFG, **keywords):
     """int32 [rows, at most n] and their log-probabilities."""
-    sampler, params = made(known, end, mesh)
+    sampler, params = made(known, end, mesh, cfg)
     pieces = list(sampler.stream(params, prompts, n, sampling, **keywords))
     return (np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True))
 
@@ -145,12 +149,16 @@ def test_greedy_decoding_is_that_of_whole_forward_passes():
 FILTERED = Sampling(temperature=0.7, top_k=9, repetition_penalty=1.3)
 
 
-@pytest.mark.parametrize("sampling", slow([GREEDY, Sampling(), FILTERED], but=[FILTERED]))
-def test_a_row_is_the_same_alone_and_among_others_in_any_order(sampling):
-    together, log_probs = ids_of(PROMPTS, 6, sampling)
-    backwards, _ = ids_of(PROMPTS[::-1], 6, sampling, numbers=[2, 1, 0])
+@pytest.mark.parametrize(
+    ("sampling", "cfg"),
+    slow([(GREEDY, CFG), (Sampling(), CFG), (FILTERED, CFG), (FILTERED, MIXTURE)], but=[(FILTERED, CFG)]),
+    ids=["greedy", "drawn", "filtered", "mixture"],
+)
+def test_a_row_is_the_same_alone_and_among_others_in_any_order(sampling, cfg):
+    together, log_probs = ids_of(PROMPTS, 6, sampling, cfg=cfg)
+    backwards, _ = ids_of(PROMPTS[::-1], 6, sampling, numbers=[2, 1, 0], cfg=cfg)
     for row, prompt in enumerate(PROMPTS):
-        alone, alone_log_probs = ids_of([prompt], 6, sampling, numbers=[row])
+        alone, alone_log_probs = ids_of([prompt], 6, sampling, numbers=[row], cfg=cfg)
         assert together[row].tolist() == alone[0].tolist() == backwards[2 - row].tolist()
         np.testing.assert_allclose(log_probs[row], alone_log_probs[0], atol=1e-5)
 
