@@ -28,6 +28,7 @@ def test_every_config_is_valid_and_begins_with_its_command(file):
     [
         ("tutorial.py", 103_744),
         ("tiny.py", 1_980_096),
+        ("tiny_moe.py", 6_409_920),
         ("gpt2_124m.py", 124_373_760),
         ("gpt2_124m.py:original", 124_439_808),
         ("llama3_8b.py", 8_030_261_248),
